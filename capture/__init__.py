@@ -1,0 +1,1 @@
+"""The shared vocabulary and the durable store."""

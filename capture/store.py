@@ -1,0 +1,223 @@
+"""The durable store, as an interface. `capture.sqlite` implements it; so will Postgres.
+
+Synchronous: asyncio processes call it through one thread of their own. Every method is one
+transaction. Writers that hold a lease pass its epoch and get `Fenced` once somebody newer holds it.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from capture.types import (
+    Balance,
+    Batch,
+    CallFate,
+    Commit,
+    EngineVersion,
+    FinishStatus,
+    Group,
+    Lineage,
+    ModelCall,
+    RawCall,
+    Rollout,
+    StepRow,
+    Version,
+)
+
+
+class PendingCall(msgspec.Struct, frozen=True):
+    """A committed call that ingest has not parsed yet."""
+
+    raw: RawCall
+    late: bool
+
+
+class ParentContent(msgspec.Struct, frozen=True):
+    """What ingest needs of earlier calls of a rollout to store a new one as a difference."""
+
+    call_id: str
+    token_ids: list[int]  # prompt + sampled
+    messages: list[dict[str, Any]]  # request messages + response
+
+
+class Counts(msgspec.Struct, frozen=True, kw_only=True):
+    """One cheap look over the store, for `hone status`, progress and gauges."""
+
+    rollouts: dict[str, int]  # by state
+    groups: dict[str, int]  # by state
+    batches: dict[str, int]  # by state
+    calls: int
+    calls_not_ingested: int
+    failed_calls: int  # status >= 400 or broken on our side, agent's 4xx included
+    drops: dict[str, int]  # rollouts by reason
+    untrainable: dict[str, int]  # calls by reason
+
+
+class Store(Protocol):
+    """Everything durable. All ids are text; times are Unix seconds of the store's clock."""
+
+    def close(self) -> None: ...
+    def now(self) -> float: ...
+
+    # -- leases ------------------------------------------------------------------------------
+    def acquire_lease(self, name: str, holder: str, ttl_s: float) -> int | None:
+        """Take or renew a lease; its epoch (rises with each change of holder), or None if held."""
+
+    def release_lease(self, name: str, holder: str) -> None: ...
+    def live_leases(self, prefix: str) -> dict[str, str]:
+        """Unexpired leases whose name starts with `prefix` -> holder."""
+
+    # -- runs and lineages -------------------------------------------------------------------
+    def start_run(self, run_id: str, policy: str, settings: Mapping[str, Any]) -> Lineage:
+        """Create the run, its lineage and version 0 where they do not exist; idempotent."""
+
+    def run_settings(self, run_id: str) -> dict[str, Any]: ...
+    def lineage(self, run_id: str) -> Lineage: ...
+    def latest_run(self) -> str | None: ...
+    def end_run(self, run_id: str, reason: str) -> int:
+        """Drop what is not in a committed batch (`dropped(reason)`); rollouts dropped. Idempotent."""
+
+    # -- rollouts (proxy, runner) ------------------------------------------------------------
+    def open_rollout(self, rollout: Rollout, *, group_size: int | None = None) -> Rollout:
+        """Insert, and its group where `group_id` is new. Pins `policy_version` if it is None and
+        mode is train (active version) or eval (active version). `Conflict` if the id exists or the
+        group is closed."""
+
+    def session_rollout(self, key_id: str, session: str, fresh: Rollout) -> Rollout:
+        """The open observe rollout of that session, or `fresh` inserted."""
+
+    def rollout(self, rollout_id: str) -> Rollout:
+        """`NotFound` if there is none."""
+
+    def rollouts(
+        self,
+        *,
+        run_id: str | None = None,
+        group_id: str | None = None,
+        mode: str | None = None,
+        states: Sequence[str] = (),
+        limit: int = 1000,
+        after: str | None = None,
+    ) -> list[Rollout]:
+        """Ordered by id; `after` pages."""
+
+    def seal_rollout(
+        self,
+        rollout_id: str,
+        status: FinishStatus,
+        *,
+        metrics: Mapping[str, float] | None = None,
+        stdout: str = "",
+    ) -> Rollout:
+        """open -> sealed (`failed` goes straight to failed and drops its tokens). Sealing twice
+        with the same status is idempotent; with another one `Conflict`."""
+
+    def touch_in_flight(self, holder: str, open_calls: Mapping[str, int], ttl_s: float) -> None:
+        """Record which rollouts `holder` has calls in flight for; replaces its earlier record."""
+
+    def idle_rollouts(self, idle_s: float, limit: int = 100) -> list[Rollout]:
+        """Open rollouts with no call for `idle_s` and none in flight under a live record."""
+
+    def post_score(self, rollout_id: str, name: str, value: float, source: str) -> None:
+        """`RewardFrozen` once the batch is taken (the value is kept as a metric then)."""
+
+    def rollout_of_call(self, call_id: str) -> str: ...
+
+    # -- calls (proxy's journal) -------------------------------------------------------------
+    def commit_calls(self, frame: bytes, records: Sequence[RawCall], new: Sequence[Rollout]) -> None:
+        """One compressed frame, a narrow row for each record, the rollouts' heads, and rollouts
+        nobody opened (`new`, ignored where they exist), in one durable transaction. A record whose
+        rollout is past `open` gets `late`."""
+
+    def mark_undelivered(self, call_ids: Sequence[str]) -> None: ...
+
+    # -- ingest and scoring (control) --------------------------------------------------------
+    def pending_calls(self, limit: int) -> list[PendingCall]: ...
+    def parents(self, rollout_id: str) -> list[ParentContent]: ...
+    def save_calls(self, calls: Sequence[ModelCall], bases: Mapping[str, tuple[str, int, int]]) -> None:
+        """Store parsed calls, each as a difference to its base (call id, shared tokens, shared
+        messages); idempotent by call id. At most 64 calls a transaction."""
+
+    def calls(self, rollout_id: str) -> list[ModelCall]:
+        """Every ingested call of the rollout, whole again, ordered by start."""
+
+    def settleable(self, limit: int = 100) -> list[Rollout]:
+        """Sealed rollouts all of whose committed calls are ingested."""
+
+    def settle(self, rollout_id: str, fates: Sequence[CallFate]) -> None:
+        """sealed -> ingested; records which calls are excluded and why."""
+
+    def scoreable(self, limit: int = 100) -> list[Rollout]:
+        """Rollouts in state ingested."""
+
+    def save_score(
+        self, rollout_id: str, reward: float, scores: Mapping[str, float], script_hash: str
+    ) -> None: ...
+    def save_reward_error(self, rollout_id: str, error: str, script_hash: str) -> None: ...
+    def open_groups(self, limit: int = 1000) -> list[Group]: ...
+    def group(self, group_id: str) -> Group: ...
+    def close_group(self, group_id: str, members: Sequence[str], drops: Mapping[str, str]) -> None:
+        """open -> closed with these scored members; the others are dropped with their reason.
+        Fewer than two members: the whole group is dropped (`group_too_small`)."""
+
+    def prune_frames(self, older_than_s: float) -> int:
+        """Delete frames that were wholly ingested that long ago; returns how many."""
+
+    # -- learner -----------------------------------------------------------------------------
+    def groups_of_run(self, run_id: str) -> dict[str, int]:
+        """Number of groups by state."""
+
+    def group_count(self, run_id: str) -> int:
+        """How many groups this run ever opened (the next ordinal)."""
+
+    def outstanding_groups(self, run_id: str) -> int:
+        """Groups open, closed or taken: what admission counts."""
+
+    def take_batch(
+        self, run_id: str, *, epoch: int, groups: int, batch_wait_s: float, staleness_max: int
+    ) -> Batch | None:
+        """The batch this run already took and did not commit, else the oldest `groups` closed
+        groups (fewer once the first has waited `batch_wait_s`), else None. Groups in which some
+        rollout's version is further than `staleness_max` behind the head are dropped (`stale`)."""
+
+    def commit_batch(self, commit: Commit) -> Version | None:
+        """Ledger rows, lineage head, step row, rollout states and (if `new_version`) the next
+        version number, in one transaction; `Fenced` if the epoch is old. None: no new version.
+        Committing a batch again returns what the first commit did."""
+
+    def drop_batch(self, batch_id: str, reason: str, epoch: int) -> None: ...
+    def publish_version(self, policy: str, version: int, path: str, sha256: str, epoch: int) -> None:
+        """committed -> published: the adapter directory is complete."""
+
+    def steps(self, run_id: str) -> list[StepRow]: ...
+    def put_metrics(self, run_id: str, kind: str, metrics: Mapping[str, Any]) -> None:
+        """Append one row of JSON to the run's history (evaluations, mismatch, swaps)."""
+
+    def get_metrics(self, run_id: str, kind: str) -> list[dict[str, Any]]: ...
+
+    # -- versions and engines ----------------------------------------------------------------
+    def versions(self, policy: str) -> list[Version]: ...
+    def active_version(self, policy: str) -> Version | None: ...
+    def promoted_version(self, policy: str) -> Version | None: ...
+    def record_engine_version(self, row: EngineVersion) -> None: ...
+    def engine_versions(self, policy: str) -> list[EngineVersion]: ...
+    def activate(self, policy: str, version: int, epoch: int) -> None:
+        """One row: training rollouts opened from now on use this version. Needs at least one
+        engine that verified it (`Conflict`); never goes back to an older one of the lineage."""
+
+    def retire_version(self, policy: str, version: int) -> None: ...
+    def pinned_versions(self, policy: str) -> dict[int, int]:
+        """Version -> number of open rollouts pinned to it."""
+
+    def expire_pins(self, policy: str, version: int) -> int:
+        """Drop (`stale`) the open training rollouts pinned to `version`; how many."""
+
+    # -- sums --------------------------------------------------------------------------------
+    def balance(self, policy: str) -> Balance: ...
+    def counts(self, run_id: str | None = None) -> Counts: ...
+    def ledger_twice(self) -> int:
+        """Rollouts that stand in the ledger more than once: 0, or something is broken."""
+
+    def verify(self) -> list[str]:
+        """Every invariant that does not hold, in words; empty when all do."""
