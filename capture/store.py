@@ -122,6 +122,9 @@ class Store(Protocol):
     def post_score(self, rollout_id: str, name: str, value: float, source: str) -> None:
         """`RewardFrozen` once the batch is taken (the value is kept as a metric then)."""
 
+    def posted_scores(self, rollout_id: str) -> dict[str, float]:
+        """The scores that `post_score` accepted, the latest for each name."""
+
     def rollout_of_call(self, call_id: str) -> str: ...
 
     # -- calls (proxy's journal) -------------------------------------------------------------
@@ -131,6 +134,8 @@ class Store(Protocol):
         rollout is past `open` gets `late`."""
 
     def mark_undelivered(self, call_ids: Sequence[str]) -> None: ...
+    def broken_calls(self, rollout_id: str) -> int:
+        """Committed calls that our side or the upstream broke: a 5xx, or an error after a good status."""
 
     # -- ingest and scoring (control) --------------------------------------------------------
     def pending_calls(self, limit: int) -> list[PendingCall]: ...
@@ -149,7 +154,7 @@ class Store(Protocol):
         """sealed -> ingested; records which calls are excluded and why."""
 
     def scoreable(self, limit: int = 100) -> list[Rollout]:
-        """Rollouts in state ingested."""
+        """Rollouts in state ingested, and scored or grouped ones for which a score was posted since."""
 
     def save_score(
         self, rollout_id: str, reward: float, scores: Mapping[str, float], script_hash: str

@@ -1,0 +1,19 @@
+"""Ids that sort by the time they were made and cannot be guessed."""
+
+import secrets
+import time
+
+_ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"  # Crockford's base 32: no i, l, o, u
+
+
+def new_id(prefix: str) -> str:
+    """``<prefix>_`` and 26 characters: 48 bits of Unix milliseconds, then 80 random bits.
+
+    Ids made in different milliseconds sort by time; an id is a name, never a credential.
+    """
+    return f"{prefix}_{encode((time.time_ns() // 1_000_000) << 80 | secrets.randbits(80))}"
+
+
+def encode(number: int) -> str:
+    """A 128-bit number as 26 characters of lowercase Crockford base 32, most significant first."""
+    return "".join([_ALPHABET[number >> shift & 31] for shift in range(125, -1, -5)])

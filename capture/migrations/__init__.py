@@ -1,0 +1,1 @@
+"""The store's schema, as numbered migrations."""

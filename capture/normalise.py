@@ -1,0 +1,64 @@
+"""When two messages are the same although a client wrote them down again in its own way.
+
+Clients reorder and re-space JSON arguments, drop reasoning, turn null content into an empty string
+or text into a list of parts, and add indexes. None of that makes it another message.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+
+def message_key(message: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Equal for two messages iff they say the same: role, text, tool calls, the call they answer."""
+    calls = message.get("tool_calls")
+    return (
+        message.get("role"),
+        _text(message.get("content")),
+        tuple(_tool_call(call) for call in calls) if isinstance(calls, list) else (),
+        message.get("tool_call_id"),
+    )
+
+
+def conversation_key(messages: Sequence[Mapping[str, Any]]) -> list[tuple[Any, ...]]:
+    """The keys of messages in order."""
+    return [message_key(message) for message in messages]
+
+
+def _text(content: Any) -> str:
+    """Plain text of a content: null and no text are the same; parts are joined."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list) and all(_is_text(part) for part in content):
+        return "".join(part["text"] for part in content)
+    return _canonical(content)
+
+
+def _is_text(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+
+
+def _tool_call(call: Any) -> tuple[Any, ...]:
+    if not isinstance(call, dict):
+        return (_canonical(call),)
+    function = call.get("function")
+    if not isinstance(function, dict):
+        return (call.get("id"), _canonical(call))
+    return (call.get("id"), function.get("name"), _arguments(function.get("arguments")))
+
+
+def _arguments(arguments: Any) -> str:
+    """Canonical JSON of arguments given as JSON text or as an object; text that is no JSON as it is."""
+    if not isinstance(arguments, str):
+        return _canonical(arguments)
+    try:
+        return _canonical(msgspec.json.decode(arguments))
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return arguments
+
+
+def _canonical(value: Any) -> str:
+    return msgspec.json.encode(value, order="sorted").decode()

@@ -1,0 +1,60 @@
+"""Why a call's sampled tokens are not trained: the closed set, each with a sentence for people."""
+
+from typing import Final
+
+PROVIDER: Final = "provider"
+ERROR: Final = "error"
+UNPARSABLE: Final = "unparsable"
+PARTIAL: Final = "partial"
+NO_TOKEN_IDS: Final = "no_token_ids"
+LENGTH_MISMATCH: Final = "length_mismatch"
+BAD_LOGPROBS: Final = "bad_logprobs"
+GRAMMAR: Final = "grammar"
+SAMPLING: Final = "sampling"
+N_CHOICES: Final = "n_choices"
+TEMPERATURE_ZERO: Final = "temperature_zero"
+NO_VERSION: Final = "no_version"
+OTHER_POLICY: Final = "other_policy"
+LATE: Final = "late"
+UNDELIVERED: Final = "undelivered"
+SUPERSEDED: Final = "superseded"
+
+UNTRAINABLE: Final[dict[str, str]] = {
+    PROVIDER: "The call went to a model that is not being trained.",
+    ERROR: "The call failed: the upstream or Hone answered it with an error.",
+    UNPARSABLE: "The request or the response is not what the protocol says, so nothing was read from it.",
+    PARTIAL: "The engine did not finish the response: the stream was cut or the generation aborted.",
+    NO_TOKEN_IDS: "The engine's response has no token ids, so what was sampled is not known exactly.",
+    LENGTH_MISMATCH: "Token ids, logprobs and the engine's own token count disagree.",
+    BAD_LOGPROBS: "A logprob is missing, not finite or above zero.",
+    GRAMMAR: "A grammar (forced tool choice, response format, structured output) masked the sampling.",
+    SAMPLING: "A sampling parameter other than temperature shaped the distribution (top_p, penalties, bias).",
+    N_CHOICES: "The call asked for more than one choice.",
+    TEMPERATURE_ZERO: "Temperature 0 is greedy: it has no distribution to learn from.",
+    NO_VERSION: "It is not known which version of the policy answered.",
+    OTHER_POLICY: "The call went to another policy than its rollout's.",
+    LATE: "The call was committed after its rollout was sealed.",
+    UNDELIVERED: "The agent hung up before it got the response, and no later call builds on it.",
+}
+"""Reason -> sentence."""
+
+NOT_FOR_TRAINING: Final[dict[str, str]] = {
+    "eval": "The rollout was an evaluation.",
+    "observe": "The rollout was only observed.",
+    SUPERSEDED: "The client repeated the request and went on with the later response.",
+}
+"""Reason -> sentence; these tokens were never meant to be trained."""
+
+DROPPED: Final[dict[str, str]] = {
+    "failed": "The infrastructure failed, not the agent; the runner may repeat the rollout.",
+    "reward_error": "The reward script broke; its traceback is kept with the rollout.",
+    "ungrouped": "The rollout belongs to no group, so there is nothing to compare its reward with.",
+    "group_too_small": "Fewer than two members of the group have a reward.",
+    "not_in_group": "The group closed without this rollout.",
+    "agent_failure": "The agent crashed, timed out or hit a cap, and `rewards.on_agent_failure` is `drop`.",
+    "group_deadline": "The group closed at its deadline while this rollout was still running.",
+    "replaced": "Another attempt of the same rollout took its place.",
+    "stale": "The policy has moved on too far since these tokens were sampled.",
+    "nonfinite": "The batch gave a gradient that is not finite, twice.",
+}
+"""Reasons for which rollouts are dropped -> sentence; ending a run and closing a group may give others."""

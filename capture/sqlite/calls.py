@@ -1,0 +1,291 @@
+"""Calls: the journal's frames in, parsed calls out as differences to earlier ones."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from capture.errors import Corrupt, NotFound
+from capture.frames import unpack
+from capture.reasons import LATE, OTHER_POLICY, UNDELIVERED
+from capture.sqlite.content import Content, Whole, blob, floats, pack_content, unpack_content, unpack_tools
+from capture.sqlite.rollouts import Rollouts, columns, rollout_from
+from capture.store import ParentContent, PendingCall
+from capture.types import ModelCall, RawCall, Rollout
+
+CALLS_PER_SAVE = 64
+HUNG_UP = 499  # the status of a call whose client left first
+_FRAMES_CACHED = 8
+_BLOBS_KNOWN = 4096
+
+_INSERT = (
+    "INSERT INTO calls (id, rollout_id, key_id, mode, policy, policy_version, frame_id, place, started_at, "
+    "ended_at, status, retry_count, body_hash, late, undelivered, failed, error) "
+    f"VALUES ({', '.join('?' * 17)})"
+)
+_SAVE = (
+    "UPDATE calls SET ingested_at = ?, prompt_tokens = ?, completion_tokens = ?, sampled_tokens = ?, "
+    "finish_reason = ?, excluded = ? WHERE n = ?"
+)
+_CONTENT = f"INSERT INTO contents VALUES ({', '.join('?' * len(Content.__struct_fields__))})"
+_CONTENT_COLUMNS = ", ".join(f"contents.{name}" for name in Content.__struct_fields__)
+
+
+def marks(values: Sequence[Any]) -> str:
+    """``?, ?`` for an SQL list of these values."""
+    return ", ".join("?" * len(values))
+
+
+class Calls(Rollouts):
+    """The methods of `capture.store.Store` for the journal and for ingest."""
+
+    # -- the journal -------------------------------------------------------------------------
+
+    def commit_calls(self, frame: bytes, records: Sequence[RawCall], new: Sequence[Rollout]) -> None:
+        ids = [record.id for record in records]
+        touched = list({record.rollout_id for record in records})
+        with self._write():
+            for rollout in new:
+                self._insert_rollout(self._pinned(rollout))
+            rows = self._rows(f"SELECT id, mode, state FROM rollouts WHERE id IN ({marks(touched)})", touched)
+            heads = {rollout_id: (mode, state) for rollout_id, mode, state in rows}
+            if unknown := [rollout_id for rollout_id in touched if rollout_id not in heads]:
+                raise NotFound(f"no rollout {', '.join(unknown)}")
+            known = {row[0] for row in self._rows(f"SELECT id FROM calls WHERE id IN ({marks(ids)})", ids)}
+            fresh = {record.id: place for place, record in enumerate(records) if record.id not in known}
+            if not fresh:
+                return
+            self._db.execute("INSERT INTO frames (body, remaining) VALUES (?, ?)", (frame, len(fresh)))
+            frame_id = self._db.last_insert_rowid()
+            self._db.executemany(
+                _INSERT,
+                [
+                    _narrow(records[place], frame_id, place, *heads[records[place].rollout_id])
+                    for place in fresh.values()
+                ],
+            )
+            self._move_heads([records[place] for place in fresh.values()])
+
+    def _move_heads(self, records: Sequence[RawCall]) -> None:
+        now = self.now()
+        counts = Counter(record.rollout_id for record in records)
+        pins = {record.rollout_id: record for record in reversed(records) if record.policy is not None}
+        self._db.executemany(
+            "UPDATE rollouts SET call_count = call_count + ?, last_call_at = ? WHERE id = ?",
+            [(count, now, rollout_id) for rollout_id, count in counts.items()],
+        )
+        self._db.executemany(
+            "UPDATE rollouts SET policy = coalesce(policy, ?), policy_version = coalesce(policy_version, ?) "
+            "WHERE id = ? AND (policy IS NULL OR policy_version IS NULL)",
+            [(record.policy, record.policy_version, rollout_id) for rollout_id, record in pins.items()],
+        )
+
+    def mark_undelivered(self, call_ids: Sequence[str]) -> None:
+        with self._write():
+            self._db.executemany("UPDATE calls SET undelivered = 1 WHERE id = ?", [(id,) for id in call_ids])
+
+    def broken_calls(self, rollout_id: str) -> int:
+        return int(
+            self._value(
+                "SELECT count(*) FROM calls WHERE rollout_id = ? "
+                "AND (status >= 500 OR (error IS NOT NULL AND status < 400))",
+                (rollout_id,),
+            )
+        )
+
+    # -- ingest ------------------------------------------------------------------------------
+
+    def pending_calls(self, limit: int) -> list[PendingCall]:
+        with self._read():
+            rows = self._rows(
+                "SELECT id, frame_id, place, late FROM calls WHERE ingested_at IS NULL ORDER BY n LIMIT ?",
+                (limit,),
+            )
+            pending = []
+            for call_id, frame_id, place, late in rows:
+                raw = self._frame(frame_id)[place]
+                if raw.id != call_id:
+                    raise Corrupt(f"frame {frame_id} has {raw.id} where call {call_id} should be")
+                pending.append(PendingCall(raw=raw, late=bool(late)))
+            return pending
+
+    def _frame(self, frame_id: int) -> list[RawCall]:
+        cached = self._frames.get(frame_id)
+        if cached is None:
+            body = self._value("SELECT body FROM frames WHERE id = ?", (frame_id,))
+            if body is None:
+                raise Corrupt(f"frame {frame_id} is gone, and its calls were never ingested")
+            cached = self._frames[frame_id] = unpack(body)
+            while len(self._frames) > _FRAMES_CACHED:
+                del self._frames[next(iter(self._frames))]
+        return cached
+
+    def parents(self, rollout_id: str) -> list[ParentContent]:
+        return [
+            ParentContent(call_id=row[0], token_ids=whole.tokens, messages=whole.messages)
+            for row, _, whole in self._contents(rollout_id, "calls.id")
+        ]
+
+    def save_calls(self, calls: Sequence[ModelCall], bases: Mapping[str, tuple[str, int, int]]) -> None:
+        if len(calls) > CALLS_PER_SAVE:
+            raise ValueError(f"{len(calls)} calls in one transaction; at most {CALLS_PER_SAVE}")
+        now = self.now()
+        new_blobs: set[bytes] = set()
+        frames: Counter[int] = Counter()
+        with self._write():
+            for call in calls:
+                frame_id = self._save_call(call, bases.get(call.id), now, new_blobs)
+                if frame_id is not None:
+                    frames[frame_id] += 1
+            self._db.executemany(
+                "UPDATE frames SET remaining = remaining - ?1, "
+                "ingested_at = CASE WHEN remaining = ?1 THEN ?2 END WHERE id = ?3",
+                [(count, now, frame_id) for frame_id, count in frames.items()],
+            )
+            self._recount_drops({call.rollout_id for call in calls})
+        self._blobs |= new_blobs
+        if len(self._blobs) > _BLOBS_KNOWN:
+            self._blobs.clear()
+
+    def _save_call(
+        self, call: ModelCall, base: tuple[str, int, int] | None, now: float, new_blobs: set[bytes]
+    ) -> int | None:
+        """The frame that it came from; None if it was saved before."""
+        row = self._row(
+            "SELECT n, frame_id, late, calls.policy, rollouts.policy, ingested_at FROM calls "
+            "JOIN rollouts ON rollouts.id = rollout_id WHERE calls.id = ? AND rollout_id = ?",
+            (call.id, call.rollout_id),
+        )
+        if row is None:
+            raise NotFound(f"no call {call.id} in rollout {call.rollout_id}")
+        n, frame_id, late, policy, own_policy, ingested_at = row
+        if ingested_at is not None:
+            return None
+        excluded = call.untrainable or (LATE if late else OTHER_POLICY if policy != own_policy else None)
+        sampled = len(call.sampled_ids) or call.completion_tokens
+        counts = (call.prompt_tokens, call.completion_tokens, sampled)
+        self._db.execute(_SAVE, (now, *counts, call.finish_reason, excluded, n))
+        tools = blob(call.tools)
+        if tools is not None and tools[0] not in self._blobs:
+            self._db.execute("INSERT INTO blobs VALUES (?, ?) ON CONFLICT DO NOTHING", tools)
+            new_blobs.add(tools[0])
+        content = pack_content(call, n, self._base(call, n, base), tools and tools[0])
+        self._db.execute(_CONTENT, tuple(getattr(content, name) for name in Content.__struct_fields__))
+        return int(frame_id)
+
+    def _base(
+        self, call: ModelCall, n: int, base: tuple[str, int, int] | None
+    ) -> tuple[int, int, int] | None:
+        """The base by number, if it is an earlier ingested call of the same rollout."""
+        if base is None:
+            return None
+        base_n = self._value(
+            "SELECT n FROM calls WHERE id = ? AND rollout_id = ? AND n < ? AND ingested_at IS NOT NULL",
+            (base[0], call.rollout_id, n),
+        )
+        return None if base_n is None else (base_n, base[1], base[2])
+
+    # -- reading back ------------------------------------------------------------------------
+
+    def calls(self, rollout_id: str) -> list[ModelCall]:
+        names = (
+            "id",
+            "rollout_id",
+            "policy",
+            "policy_version",
+            "started_at",
+            "ended_at",
+            "status",
+            "finish_reason",
+            "prompt_tokens",
+            "completion_tokens",
+            "retry_count",
+            "body_hash",
+            "late",
+            "undelivered",
+            "excluded",
+            "error",
+        )
+        with self._read():
+            open_state = self.rollout(rollout_id).state in ("open", "sealed")
+            found = self._contents(rollout_id, ", ".join(f"calls.{name}" for name in names))
+            tools = {content.tools for _, content, _ in found if content.tools is not None}
+            rows = self._rows(
+                f"SELECT hash, body FROM blobs WHERE hash IN ({marks(list(tools))})", list(tools)
+            )
+            bodies = {hash: unpack_tools(body) for hash, body in rows}
+        calls = []
+        for row, content, whole in found:
+            fields = dict(zip(names, row, strict=True))
+            excluded = fields.pop("excluded")
+            split = len(whole.messages) - content.has_response
+            fields["late"] = bool(fields["late"])
+            # A mark that came after settling changes nothing: samples must agree with the balance.
+            fields["undelivered"] = bool(fields["undelivered"]) if open_state else excluded == UNDELIVERED
+            call = ModelCall(
+                **fields,
+                model=content.model,
+                temperature=content.temperature,
+                messages=whole.messages[:split],
+                tools=bodies[content.tools] if content.tools is not None else [],
+                response=whole.messages[-1] if content.has_response else None,
+                prompt_ids=whole.tokens[: content.prompt_count],
+                sampled_ids=whole.tokens[content.prompt_count :],
+                sampled_logprobs=floats(content.logprobs),
+                untrainable=excluded,
+            )
+            calls.append(call)
+        return sorted(calls, key=lambda call: (call.started_at, call.id))
+
+    def _contents(self, rollout_id: str, extra: str) -> list[tuple[tuple[Any, ...], Content, Whole]]:
+        """Every ingested call of a rollout: the columns asked for, its content, and that made whole."""
+        width = len(Content.__struct_fields__)
+        rows = self._rows(
+            f"SELECT {_CONTENT_COLUMNS}, {extra} FROM calls JOIN contents ON contents.n = calls.n "
+            "WHERE calls.rollout_id = ? ORDER BY calls.n",
+            (rollout_id,),
+        )
+        wholes: dict[int, Whole] = {}
+        found = []
+        for row in rows:
+            content = Content(**dict(zip(Content.__struct_fields__, row[:width], strict=True)))
+            base = None if content.base is None else wholes[content.base]
+            whole = wholes[content.n] = unpack_content(content, base)
+            found.append((row[width:], content, whole))
+        return found
+
+    def settleable(self, limit: int = 100) -> list[Rollout]:
+        rows = self._rows(
+            f"SELECT {columns()} FROM rollouts WHERE state = 'sealed' AND NOT EXISTS "
+            "(SELECT 1 FROM calls WHERE rollout_id = rollouts.id AND ingested_at IS NULL AND late = 0) "
+            "LIMIT ?",
+            (limit,),
+        )
+        return [rollout_from(row) for row in rows]
+
+    def prune_frames(self, older_than_s: float) -> int:
+        with self._write():
+            self._db.execute("DELETE FROM frames WHERE ingested_at < ?", (self.now() - older_than_s,))
+            return int(self._db.changes())
+
+
+def _narrow(record: RawCall, frame_id: int, place: int, mode: str, state: str) -> tuple[Any, ...]:
+    """The row of ``calls`` for a record of a rollout in this mode and state."""
+    return (
+        record.id,
+        record.rollout_id,
+        record.key_id,
+        mode,
+        record.policy,
+        record.policy_version,
+        frame_id,
+        place,
+        record.started_at,
+        record.ended_at,
+        record.status,
+        record.retry_count,
+        record.body_hash,
+        int(state != "open"),
+        int(record.status == HUNG_UP),
+        int(record.status >= 400 or record.error is not None),
+        record.error,
+    )

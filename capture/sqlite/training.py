@@ -1,0 +1,307 @@
+"""Runs and batches: starting, taking, committing exactly once, ending."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from capture.errors import Conflict, NotFound
+from capture.ids import new_id
+from capture.sqlite.drops import OWNED
+from capture.sqlite.rollouts import columns, from_json, rollout_from
+from capture.sqlite.versions import Versions
+from capture.types import Batch, Commit, Lineage, StepRow, Version
+
+_LINEAGE = "id, run_id, policy, start_version, head_version, step, checkpoint, ended"
+
+
+class Training(Versions):
+    """The methods of `capture.store.Store` for runs and for the learner."""
+
+    # -- runs --------------------------------------------------------------------------------
+
+    def start_run(self, run_id: str, policy: str, settings: Mapping[str, Any]) -> Lineage:
+        start = int(settings.get("start_version", 0))
+        now = self.now()
+        with self._write():
+            if self._value("SELECT 1 FROM runs WHERE id = ?", (run_id,)):
+                return self.lineage(run_id)
+            lineage = f"l_{run_id}"
+            if not self._value("SELECT 1 FROM policies WHERE policy = ?", (policy,)):
+                self._db.execute("INSERT INTO policies VALUES (?, 0, 0, 1)", (policy,))
+                self._db.execute(
+                    "INSERT INTO versions VALUES (?, 0, ?, NULL, 0, 'active', NULL, NULL, ?, ?, 0)",
+                    (policy, lineage, now, now),
+                )
+            self._set_start(policy, start)
+            text = msgspec.json.encode(dict(settings)).decode()
+            self._db.execute("INSERT INTO runs VALUES (?, ?, ?, ?, NULL)", (run_id, policy, text, now))
+            self._db.execute(
+                f"INSERT INTO lineages ({_LINEAGE}) VALUES (?, ?, ?, ?, ?, 0, NULL, 0)",
+                (lineage, run_id, policy, start, start),
+            )
+            return self.lineage(run_id)
+
+    def _set_start(self, policy: str, start: int) -> None:
+        """A run's training rollouts begin at its starting version."""
+        found = self._rows(
+            "UPDATE versions SET state = 'active' WHERE policy = ? AND version = ? "
+            "AND state IN ('active', 'retired') RETURNING version",
+            (policy, start),
+        )
+        if not found:
+            raise NotFound(f"policy {policy} has no version {start} that ever was active")
+        self._db.execute("UPDATE policies SET active = ? WHERE policy = ?", (start, policy))
+
+    def run_settings(self, run_id: str) -> dict[str, Any]:
+        text = self._value("SELECT settings FROM runs WHERE id = ?", (run_id,))
+        if text is None:
+            raise NotFound(f"no run {run_id}")
+        settings: dict[str, Any] = from_json(text)
+        return settings
+
+    def lineage(self, run_id: str) -> Lineage:
+        row = self._row(f"SELECT {_LINEAGE} FROM lineages WHERE run_id = ?", (run_id,))
+        if row is None:
+            raise NotFound(f"no run {run_id}")
+        return Lineage(**dict(zip(_LINEAGE.split(", "), (*row[:-1], bool(row[-1])), strict=True)))
+
+    def latest_run(self) -> str | None:
+        found = self._value("SELECT id FROM runs ORDER BY created_at DESC, id DESC LIMIT 1")
+        return None if found is None else str(found)
+
+    def end_run(self, run_id: str, reason: str) -> int:
+        with self._write():
+            self.lineage(run_id)
+            self._db.execute(
+                "UPDATE runs SET end_reason = coalesce(end_reason, ?) WHERE id = ?", (reason, run_id)
+            )
+            self._db.execute("UPDATE lineages SET ended = 1 WHERE run_id = ?", (run_id,))
+            self._db.execute(
+                "UPDATE batches SET state = 'dropped', reason = ? WHERE run_id = ? AND state = 'taken'",
+                (reason, run_id),
+            )
+            self._db.execute(
+                "UPDATE groups SET state = 'dropped' "
+                "WHERE run_id = ? AND state NOT IN ('trained', 'dropped')",
+                (run_id,),
+            )
+            left = self._rows(
+                "SELECT id FROM rollouts WHERE run_id = ? AND mode = 'train' AND drop_reason IS NULL "
+                "AND state != 'trained'",
+                (run_id,),
+            )
+            return self._drop((row[0] for row in left), reason)
+
+    # -- groups of a run ---------------------------------------------------------------------
+
+    def groups_of_run(self, run_id: str) -> dict[str, int]:
+        rows = self._rows("SELECT state, count(*) FROM groups WHERE run_id = ? GROUP BY state", (run_id,))
+        return dict(rows)
+
+    def group_count(self, run_id: str) -> int:
+        return sum(self.groups_of_run(run_id).values())
+
+    def outstanding_groups(self, run_id: str) -> int:
+        by_state = self.groups_of_run(run_id)
+        return sum(by_state.get(state, 0) for state in ("open", "closed", "taken"))
+
+    # -- batches -----------------------------------------------------------------------------
+
+    def take_batch(
+        self, run_id: str, *, epoch: int, groups: int, batch_wait_s: float, staleness_max: int
+    ) -> Batch | None:
+        with self._write():
+            lineage = self.lineage(run_id)
+            self._fence(f"learner:{lineage.policy}", epoch)
+            taken = self._row(
+                "SELECT id, taken_at FROM batches WHERE run_id = ? AND state = 'taken' ORDER BY id", (run_id,)
+            )
+            if taken is not None:
+                return self._batch(taken[0], run_id, taken[1])
+            self._drop_stale(lineage, staleness_max)
+            ready = self._rows(
+                "SELECT id, closed_at FROM groups WHERE run_id = ? AND state = 'closed' AND NOT EXISTS "
+                "(SELECT 1 FROM rollouts WHERE group_id = groups.id AND rescore = 1) "
+                "ORDER BY closed_at, id LIMIT ?",
+                (run_id, groups),
+            )
+            now = self.now()
+            if not ready or (len(ready) < groups and now - ready[0][1] < batch_wait_s):
+                return None
+            return self._take(run_id, [row[0] for row in ready], now)
+
+    def _take(self, run_id: str, group_ids: Sequence[str], now: float) -> Batch:
+        batch_id = new_id("b")
+        self._db.execute(
+            "INSERT INTO batches (id, run_id, state, taken_at) VALUES (?, ?, 'taken', ?)",
+            (batch_id, run_id, now),
+        )
+        for group_id in group_ids:
+            self._db.execute(
+                "UPDATE groups SET state = 'taken', batch_id = ? WHERE id = ?", (batch_id, group_id)
+            )
+            self._db.execute(
+                "UPDATE rollouts SET state = 'taken', batch_id = ? WHERE group_id = ? AND state = 'grouped'",
+                (batch_id, group_id),
+            )
+        return self._batch(batch_id, run_id, now)
+
+    def _batch(self, batch_id: str, run_id: str, taken_at: float) -> Batch:
+        rows = self._rows(f"SELECT {columns()} FROM rollouts WHERE batch_id = ? ORDER BY id", (batch_id,))
+        order = self._rows("SELECT id FROM groups WHERE batch_id = ? ORDER BY closed_at, id", (batch_id,))
+        groups: dict[str | None, list[Any]] = {row[0]: [] for row in order}
+        for row in rows:
+            rollout = rollout_from(row)
+            groups[rollout.group_id].append(rollout)
+        return Batch(id=batch_id, run_id=run_id, taken_at=taken_at, groups=list(groups.values()))
+
+    def _drop_stale(self, lineage: Lineage, staleness_max: int) -> None:
+        """Drop closed groups in which some version is not among the newest of the lineage."""
+        fresh: list[int] = []
+        version: int | None = lineage.head_version
+        while version is not None and len(fresh) <= staleness_max:
+            fresh.append(version)
+            version = self._value(
+                "SELECT parent FROM versions WHERE policy = ? AND version = ?", (lineage.policy, version)
+            )
+        stale = self._rows(
+            "SELECT DISTINCT groups.id FROM groups JOIN rollouts ON rollouts.group_id = groups.id "
+            "WHERE groups.run_id = ? AND groups.state = 'closed' AND rollouts.state = 'grouped' "
+            f"AND coalesce(rollouts.policy_version, -1) NOT IN ({', '.join('?' * len(fresh))})",
+            (lineage.run_id, *fresh),
+        )
+        for row in stale:
+            self._drop_group(row[0], "stale")
+
+    def commit_batch(self, commit: Commit) -> Version | None:
+        with self._write():
+            lineage = self.lineage(commit.run_id)
+            self._fence(f"learner:{lineage.policy}", commit.epoch)
+            row = self._row(
+                "SELECT state, version FROM batches WHERE id = ? AND run_id = ?",
+                (commit.batch_id, commit.run_id),
+            )
+            if row is None:
+                raise NotFound(f"no batch {commit.batch_id} in run {commit.run_id}")
+            if row[0] == "committed":
+                return None if row[1] is None else self._version(lineage.policy, row[1])
+            if row[0] != "taken" or commit.lineage != lineage.id:
+                raise Conflict(f"batch {commit.batch_id} is {row[0]}, its lineage is {lineage.id}")
+            self._write_ledger(commit)
+            version = self._new_version(lineage, commit) if commit.new_version else None
+            head = lineage.head_version if version is None else version.version
+            self._finish_batch(commit, head, None if version is None else head)
+            return version
+
+    def _write_ledger(self, commit: Commit) -> None:
+        """One row for every rollout of the batch, its tokens those that its calls have."""
+        rows = self._rows(
+            f"SELECT id, ({OWNED.format(rollout='rollouts.id')}) FROM rollouts WHERE batch_id = ?",
+            (commit.batch_id,),
+        )
+        owned: dict[str, int] = dict(rows)
+        given = {row.rollout_id: row.trained_tokens + row.zero_advantage_tokens for row in commit.rows}
+        if given != owned or len(given) != len(commit.rows):
+            wrong = sorted(id for id in owned.keys() | given.keys() if owned.get(id) != given.get(id))
+            shown = ", ".join(f"{id}: {given.get(id)} given, {owned.get(id)} owned" for id in wrong[:3])
+            raise Conflict(f"batch {commit.batch_id}: {len(wrong)} ledger rows are wrong ({shown})")
+        self._db.executemany(
+            "INSERT INTO ledger VALUES (?, ?, ?, ?, ?, ?)",
+            [
+                (
+                    commit.lineage,
+                    row.rollout_id,
+                    commit.batch_id,
+                    row.trained_tokens,
+                    row.zero_advantage_tokens,
+                    row.advantage,
+                )
+                for row in commit.rows
+            ],
+        )
+
+    def _new_version(self, lineage: Lineage, commit: Commit) -> Version:
+        """The next number of the policy's sequence, as the child of the lineage's head."""
+        parent = self._version(lineage.policy, lineage.head_version)
+        number = self._value(
+            "UPDATE policies SET next_version = next_version + 1 WHERE policy = ? RETURNING next_version - 1",
+            (lineage.policy,),
+        )
+        self._db.execute(
+            "INSERT INTO versions VALUES (?, ?, ?, ?, ?, 'committed', NULL, NULL, ?, NULL, ?)",
+            (
+                lineage.policy,
+                number,
+                lineage.id,
+                parent.version,
+                commit.step,
+                self.now(),
+                parent.distance + 1,
+            ),
+        )
+        return self._version(lineage.policy, number)
+
+    def _finish_batch(self, commit: Commit, head: int, made: int | None) -> None:
+        """Head, step row and states; the last part of the commit's transaction."""
+        now = self.now()
+        batch = (commit.batch_id,)
+        self._db.execute(
+            "UPDATE lineages SET head_version = ?, step = ?, checkpoint = ? WHERE id = ?",
+            (head, commit.step, commit.checkpoint, commit.lineage),
+        )
+        self._db.execute(
+            "UPDATE batches SET state = 'committed', committed_at = ?, version = ? WHERE id = ?",
+            (now, made, commit.batch_id),
+        )
+        self._db.execute("UPDATE groups SET state = 'trained' WHERE batch_id = ?", batch)
+        self._db.execute("UPDATE rollouts SET state = 'trained' WHERE batch_id = ?", batch)
+        metrics = msgspec.json.encode(commit.metrics).decode()
+        self._db.execute(
+            "INSERT INTO steps VALUES (?, ?, ?, ?, ?, ?)",
+            (commit.batch_id, commit.run_id, commit.step, head, now, metrics),
+        )
+
+    def drop_batch(self, batch_id: str, reason: str, epoch: int) -> None:
+        with self._write():
+            row = self._row(
+                "SELECT batches.state, policy FROM batches JOIN runs ON runs.id = run_id "
+                "WHERE batches.id = ?",
+                (batch_id,),
+            )
+            if row is None:
+                raise NotFound(f"no batch {batch_id}")
+            self._fence(f"learner:{row[1]}", epoch)
+            if row[0] == "committed":
+                raise Conflict(f"batch {batch_id} is committed")
+            self._db.execute(
+                "UPDATE batches SET state = 'dropped', reason = coalesce(reason, ?) WHERE id = ?",
+                (reason, batch_id),
+            )
+            for group in self._rows("SELECT id FROM groups WHERE batch_id = ?", (batch_id,)):
+                self._drop_group(group[0], reason)
+
+    # -- history -----------------------------------------------------------------------------
+
+    def steps(self, run_id: str) -> list[StepRow]:
+        rows = self._rows(
+            "SELECT run_id, batch_id, step, version, committed_at, metrics FROM steps WHERE run_id = ? "
+            "ORDER BY committed_at, batch_id",
+            (run_id,),
+        )
+        names = StepRow.__struct_fields__
+        return [StepRow(**dict(zip(names, (*row[:5], from_json(row[5])), strict=True))) for row in rows]
+
+    def put_metrics(self, run_id: str, kind: str, metrics: Mapping[str, Any]) -> None:
+        body = msgspec.json.encode(dict(metrics)).decode()
+        with self._write():
+            self._db.execute(
+                "INSERT INTO metrics (run_id, kind, at, body) VALUES (?, ?, ?, ?)",
+                (run_id, kind, self.now(), body),
+            )
+
+    def get_metrics(self, run_id: str, kind: str) -> list[dict[str, Any]]:
+        rows = self._rows(
+            "SELECT body FROM metrics WHERE run_id = ? AND kind = ? ORDER BY id", (run_id, kind)
+        )
+        return [from_json(row[0]) for row in rows]

@@ -1,0 +1,1 @@
+"""The command line, the configuration and the supervisor: composes the rooms into processes."""

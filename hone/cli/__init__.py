@@ -1,0 +1,1 @@
+"""One module for each verb: `add_arguments(parser)` and `run(arguments) -> exit status`."""

@@ -1,0 +1,100 @@
+"""What several verbs share: where the settings are, and how results are printed."""
+
+import argparse
+import asyncio
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from capture.errors import Conflict, NotFound
+from capture.sqlite import SqliteStore
+from capture.store import Store
+from hone.config import Config, load
+from hone.state import Kind, PartState, running, state_path
+from hone.supervisor import Part, Supervisor
+
+DEFAULT_CONFIG = "hone.toml"
+
+
+def add_config(parser: argparse.ArgumentParser) -> None:
+    """`--config`."""
+    parser.add_argument(
+        "-c", "--config", default=DEFAULT_CONFIG, metavar="FILE", help="settings (default: hone.toml)"
+    )
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """`--json`."""
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def load_config(arguments: argparse.Namespace) -> Config:
+    """The settings that `--config` and the environment make."""
+    return load(Path(arguments.config), os.environ)
+
+
+def open_store(config: Config, *, create: bool = False) -> Store:
+    """The store of these settings; `NotFound` if nothing was ever stored."""
+    path = Path(config.store.path)
+    if not create and not path.exists():
+        raise NotFound(f"no store at {path}: nothing has run with these settings yet")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return SqliteStore(path)
+
+
+def print_json(value: Any) -> None:
+    """One JSON document, indented."""
+    sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(value)) + b"\n")
+    sys.stdout.flush()
+
+
+def on_signals(stop: Callable[[], object]) -> None:
+    """Call `stop` on Ctrl-C and SIGTERM, in the running loop."""
+    loop = asyncio.get_running_loop()
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(signum, stop)
+
+
+def log_to_stderr() -> None:
+    """Log lines of a part; its supervisor keeps them in a file."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+
+def supervise(config: Config, kind: Kind, parts: Sequence[Part]) -> Supervisor:
+    """A supervisor of these parts in the run's directory; `Conflict` if one of its kind runs there."""
+    directory = Path(config.run.dir)
+    for other in ("up", "train") if kind == "up" else ("train",):
+        state = running(directory, other)
+        if state is not None:
+            raise Conflict(f"`hone {other}` runs already in {directory} (pid {state.pid})")
+    return Supervisor(
+        parts,
+        kind=kind,
+        state_file=state_path(directory, kind),
+        log_dir=directory / "logs",
+        config=str(config.path),
+        until_done=False,  # the last calls are still to be read when learner and runner are through
+        log_bytes_max=config.run.log_bytes_max,
+    )
+
+
+async def announce(supervisor: Supervisor, ready: str) -> None:
+    """Say when a part changes its state, and once that all are ready. Until cancelled."""
+    told: dict[str, PartState] = {}
+    while True:
+        parts = supervisor.state().parts
+        for part in parts:
+            if part.state not in ("waiting", told.get(part.name)):
+                why = f" (exit code {part.exit_code}, see {part.log})" if part.state == "backoff" else ""
+                print(f"{part.name}: {part.state}{why}", file=sys.stderr, flush=True)
+                told[part.name] = part.state
+        if ready and all(part.state in ("ready", "done") for part in parts):
+            print(ready, file=sys.stderr, flush=True)
+            ready = ""
+        await asyncio.sleep(0.2)

@@ -1,0 +1,37 @@
+"""`hone up`: serve, without training."""
+
+import argparse
+import asyncio
+import sys
+
+from hone.cli.common import add_config, announce, load_config, on_signals, supervise
+from hone.config import Config
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the verb."""
+    add_config(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serve until Ctrl-C or SIGTERM."""
+    asyncio.run(up(load_config(arguments)))
+    return 0
+
+
+async def up(config: Config) -> None:
+    """Engine, proxy and control under one supervisor."""
+    from hone.doctor import require
+    from hone.environment import proxy_url
+    from hone.parts import serving
+
+    require(config, training=False)
+    supervisor = supervise(config, "up", serving(config, sys.executable))
+    on_signals(supervisor.stop)
+    telling = asyncio.create_task(
+        announce(supervisor, f"Serving {config.policy.name} at {proxy_url(config)}/v1")
+    )
+    try:
+        await supervisor.run()
+    finally:
+        telling.cancel()

@@ -1,0 +1,176 @@
+"""The demonstration: evaluate, train, evaluate again, and show from the store what that did."""
+
+import asyncio
+import os
+import shutil
+import sys
+import time
+from collections.abc import Coroutine, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from capture.errors import Conflict, HoneError
+from capture.store import Store
+from hone.cli.common import supervise
+from hone.config import Config, redacted
+from hone.counters import client_failures, engine_failures
+from hone.environment import for_agents, proxy_url
+from hone.evidence import EVAL, REQUESTS, TIMES, summarise
+from hone.parts import serving, training
+from hone.progress import Progress
+from hone.state import Kind, State, running
+from hone.summary import Summary
+from hone.supervisor import Part, Supervisor
+from hone.training import conduct
+from rollouts.evaluate import evaluate
+from rollouts.scenarios import Scenario, read_scenarios
+
+RUN_ID = "demo"
+OPPONENTS = ("random", "optimal")
+OURS = ("adapters", "checkpoints", "logs")  # directories that a demonstration makes
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """What to do."""
+
+    out: Path
+    games: int | None = None  # an evaluation set's first so many; None: all
+
+
+class Demo:
+    """One demonstration from its beginning to the stopped processes."""
+
+    def __init__(self, config: Config, store: Store, plan: Plan, env: Mapping[str, str]) -> None:
+        self._config = config
+        self._store = store
+        self._plan = plan
+        self._env = dict(env)
+        self._began = time.monotonic()
+        self._cold_s = 0.0
+        self.supervisors: list[Supervisor] = []
+
+    async def run(self) -> None:
+        """Everything up to the last row in the store. Raises what broke it."""
+        self._store.start_run(RUN_ID, self._config.policy.name, redacted(self._config.sections()))
+        serve = self._supervise("up", serving(self._config, sys.executable, self._env))
+        await self._beside(serve, self._story(serve))
+
+    def stop(self) -> None:
+        """Stop all processes."""
+        for supervisor in self.supervisors:
+            supervisor.stop()
+
+    async def _story(self, serve: Supervisor) -> None:
+        say("starting vLLM, proxy and control")
+        await serve.ready()
+        self._cold_s = time.monotonic() - self._began
+        say(f"ready after {self._cold_s:.0f} s; evaluating the base model")
+        await self._evaluate("before", 0)
+        say("training")
+        await self._train()
+        newest = self._store.active_version(self._config.policy.name)
+        version = newest.version if newest else 0
+        say(f"evaluating version {version}")
+        await self._evaluate("after", version)
+        self._store.put_metrics(RUN_ID, REQUESTS, await self._requests())
+        wall_s = time.monotonic() - self._began
+        self._store.put_metrics(RUN_ID, TIMES, {"wall_s": wall_s, "cold_s": self._cold_s})
+
+    async def _train(self) -> None:
+        parts = training(self._config, sys.executable, RUN_ID, after=(), env=self._env)
+        learn = self._supervise("train", parts)
+        progress = asyncio.create_task(Progress(self._store, RUN_ID, self._states).run())
+        try:
+            work = conduct(self._store, RUN_ID, learn, self._config.train.wall_s)
+            await self._beside(learn, work)
+        finally:
+            progress.cancel()
+            await asyncio.gather(progress, return_exceptions=True)
+
+    async def _evaluate(self, name: str, version: int) -> None:
+        for opponent, path in zip(OPPONENTS, self._config.eval.scenarios, strict=True):
+            scenarios: list[Scenario] = read_scenarios(Path(path))[: self._plan.games]
+            result = await evaluate(
+                self._config.rollouts,
+                scenarios,
+                store_path=Path(self._config.store.path),
+                proxy_url=proxy_url(self._config),
+                key=os.environ.get(self._config.train.key_env),
+                environ=for_agents(os.environ),
+                version=version,
+                run_id=RUN_ID,
+            )
+            row = {"name": name, "opponent": opponent, "version": version, "rollouts": result.rollout_ids}
+            self._store.put_metrics(RUN_ID, EVAL, row)
+
+    async def _requests(self) -> dict[str, dict[str, int]]:
+        engine = self._config.proxy.engines.urls[0]
+        async with aiohttp.ClientSession() as session:
+            return {
+                "client": client_failures(await _text(session, f"{proxy_url(self._config)}/metrics")),
+                "engine": engine_failures(await _text(session, f"{engine}/metrics")),
+            }
+
+    async def _beside(self, supervisor: Supervisor, work: Coroutine[Any, Any, object]) -> None:
+        """Do `work` while the supervisor keeps its parts; whatever ends first ends both."""
+        keeping = asyncio.create_task(supervisor.run())
+        working = asyncio.create_task(work)
+        try:
+            await asyncio.wait({keeping, working}, return_when=asyncio.FIRST_COMPLETED)
+            if working.done():
+                working.result()
+            else:
+                keeping.result()  # raises what ended it
+                raise Conflict("the demonstration was stopped")
+        finally:
+            working.cancel()
+            with suppress(asyncio.CancelledError, HoneError):
+                await working
+            supervisor.stop()
+            await keeping
+
+    def _supervise(self, kind: Kind, parts: Sequence[Part]) -> Supervisor:
+        supervisor = supervise(self._config, kind, parts)
+        self.supervisors.append(supervisor)
+        return supervisor
+
+    def _states(self) -> list[State]:
+        return [supervisor.state() for supervisor in self.supervisors]
+
+
+def clear(out: Path) -> None:
+    """Remove what an earlier demonstration left; `Conflict` while one runs there."""
+    kinds: tuple[Kind, ...] = ("up", "train")
+    for kind in kinds:
+        state = running(out, kind)
+        if state is not None:
+            raise Conflict(f"a demonstration runs in {out} (pid {state.pid})")
+    for name in OURS:
+        shutil.rmtree(out / name, ignore_errors=True)
+    for path in [*out.glob("hone.sqlite*"), *out.glob("*.json*"), *out.glob("curve.png")]:
+        path.unlink()
+
+
+async def _text(session: aiohttp.ClientSession, url: str) -> str:
+    async with session.get(url, raise_for_status=True) as response:
+        return await response.text()
+
+
+def say(sentence: str) -> None:
+    """One line of the story."""
+    print(f"demo: {sentence}", flush=True)
+
+
+def report(store: Store, out: Path) -> Summary:
+    """Summary and picture from the store, written beside it."""
+    from hone.curve import draw
+    from hone.summary import flat
+
+    summary = summarise(store, RUN_ID)
+    (out / "summary.json").write_bytes(msgspec.json.format(msgspec.json.encode(flat(summary))) + b"\n")
+    draw(store.steps(RUN_ID), summary, out / "curve.png")
+    return summary

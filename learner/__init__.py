@@ -1,0 +1,1 @@
+"""Groups in, adapters out: the only room with torch."""

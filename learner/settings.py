@@ -1,0 +1,69 @@
+"""What can be set about training; composed into `hone.toml` by `hone.config`."""
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from capture.errors import ConfigError
+
+Positive = Annotated[int, msgspec.Meta(ge=1)]
+NEVER_SERVED = {"lm_head", "embed_tokens", "wte"}  # vLLM has no LoRA for these
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings of the learner. Defaults are Hone's; times in seconds."""
+
+    base_model: str  # directory, or the name of a model in the local Hugging Face cache
+    adapter_dir: str = "runs/adapters"  # engines must see it under this path
+    checkpoint_dir: str = "runs/checkpoints"
+    steps_path: str | None = None  # JSONL with one line a committed batch; none if absent
+    metrics_host: str = "127.0.0.1"  # where /metrics listens
+    metrics_port: Annotated[int, msgspec.Meta(ge=0, le=65535)] | None = 8002  # absent: no /metrics
+    device: str = "cpu"  # as torch names it
+    threads: Positive = 1  # CPU threads for matrix products
+    seed: int = 42  # of the adapter's initial weights
+
+    lora_rank: Positive = 32
+    lora_alpha: float | None = None  # absent: equal to lora_rank
+    targets: Literal["all-linear"] | list[str] = "all-linear"  # which linear layers get LoRA
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # the engine's LoRA dtype
+
+    advantage: Literal["centred", "grpo", "leave_one_out"] = "centred"
+    cispo_clip: Annotated[float, msgspec.Meta(gt=0)] = 5.0  # cap on the ratio learner/sampled
+    kl_coef: float = 0.0  # only 0 for now
+    lr: Annotated[float, msgspec.Meta(ge=0)] = 2e-5  # constant
+    betas: tuple[float, float] = (0.9, 0.95)  # of AdamW
+    weight_decay: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    clip_grad: Annotated[float, msgspec.Meta(gt=0)] = 1.0  # norm over all LoRA weights
+    passes: Positive = 1  # over each batch
+    minibatches: Positive = 1  # optimizer steps a pass
+
+    groups_per_batch: Positive = 8
+    batch_wait_s: Annotated[float, msgspec.Meta(ge=0)] = 60.0  # after its first group: train on what is there
+    staleness_max: Annotated[int, msgspec.Meta(ge=0)] = 4  # in lineage versions; past it a group drops
+    steps_max: Positive | None = None  # stop after so many optimizer steps
+    poll_s: Annotated[float, msgspec.Meta(gt=0)] = 0.1  # pause between looks for a batch
+
+    micro_batch_tokens: Positive = 2048  # tokens of one forward pass; a longer sample goes alone
+    logits_rows: Positive = 256  # rows of logits that exist at once
+
+    save_every: Positive = 20  # steps between checkpoints that are kept for good
+    keep_last: Positive = 2  # newest checkpoints kept besides
+    versions_kept: Positive = 8  # recent adapters in memory, for the mismatch
+    mismatch_fraction: Annotated[float, msgspec.Meta(ge=0, le=1)] = (
+        0.05  # of trained tokens that are compared
+    )
+    canary_tokens: Annotated[int, msgspec.Meta(ge=2)] = 256  # length of the sequence that proves an adapter
+    lease_wait_s: Annotated[float, msgspec.Meta(ge=0)] = 30.0  # for another learner's lease to run out
+
+    def __post_init__(self) -> None:
+        """Raise `ConfigError` on what the types cannot say."""
+        if self.kl_coef != 0:
+            raise ConfigError("learner.kl_coef: only 0 is supported; a KL penalty does not exist yet")
+        if self.targets != "all-linear" and NEVER_SERVED.intersection(self.targets):
+            raise ConfigError("learner.targets: vLLM serves no LoRA on embeddings or the output head")
+
+    @property
+    def alpha(self) -> float:
+        """LoRA's alpha: the weights' product is scaled by alpha / rank."""
+        return float(self.lora_rank) if self.lora_alpha is None else self.lora_alpha

@@ -1,0 +1,302 @@
+"""The training loop: take groups, advantages, batch, loss, step, commit, publish.
+
+GRPO with LoRA: centred advantages within a group, CISPO on the ratio learner/sampled, AdamW. Left
+out of the paper's GRPO: division by the standard deviation (`advantage = "grpo"` has it), the KL
+term, and length normalisation within a rollout: every owned token weighs the same.
+
+A batch commits before it is published. The checkpoint directory is complete on disk before the
+store's transaction names it; that transaction is the commit, and it fails for a learner whose lease
+went to another. Whatever dies in between is done again from the head that the store names.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from pathlib import Path
+
+import msgspec
+import torch
+
+from capture.sqlite import SqliteStore
+from capture.store import Store
+from capture.types import Batch, Commit, Lineage, Version
+from learner import canary, checkpoint, mismatch, publish
+from learner import groups as reading
+from learner.checkpoint import Checkpoint, State
+from learner.groups import Member
+from learner.lease import Lease
+from learner.metrics import Metrics
+from learner.model import Model, rounded
+from learner.settings import Settings
+from learner.update import Abandoned, NonFinite, Sums, update
+from learner.versions import Versions
+
+WRONG_ADAPTER_EVERY = 10  # batches between negative controls of the mismatch
+
+log = logging.getLogger(__name__)
+
+
+def no_point(name: str) -> None:
+    """The default of `on_point`: nothing happens."""
+
+
+def run(
+    settings: Settings,
+    store_path: Path,
+    run_id: str,
+    policy: str,
+    should_stop: Callable[[], bool],
+    on_point: Callable[[str], None] = no_point,
+) -> None:
+    """Train `policy` for `run_id` until told to stop or `steps_max` is reached.
+
+    `on_point` is called with "before_commit", "after_checkpoint", "after_commit" and "mid_publish".
+    `Fenced`: another learner took over. `ConfigError`: a setting or the base model is wrong.
+    """
+    torch.set_num_threads(settings.threads)
+    model = Model(settings)
+    with (
+        Lease(store_path, policy, settings.lease_wait_s, should_stop) as lease,
+        Metrics(settings.metrics_host, settings.metrics_port, settings.steps_path) as metrics,
+        closing(SqliteStore(store_path)) as store,
+    ):
+        learner = Learner(settings, model, store, lease, metrics, run_id, should_stop, on_point)
+        learner.resume()
+        while not should_stop() and not learner.finished:
+            lease.check()
+            batch = learner.take()
+            if batch is None:
+                time.sleep(settings.poll_s)
+                continue
+            try:
+                learner.train(batch)
+            except Abandoned:
+                return  # the batch stays taken; whoever starts next takes it again
+
+
+class Learner:
+    """One process's hold on a lineage: the weights, the optimizer, and the head they stand on."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        model: Model,
+        store: Store,
+        lease: Lease,
+        metrics: Metrics,
+        run_id: str,
+        should_stop: Callable[[], bool],
+        on_point: Callable[[str], None],
+    ) -> None:
+        self.settings = settings
+        self.model = model
+        self.store = store
+        self.lease = lease
+        self.metrics = metrics
+        self.run_id = run_id
+        self.should_stop = should_stop
+        self.on_point = on_point
+        self.optimizer = torch.optim.AdamW(
+            model.parameters.values(),
+            lr=settings.lr,
+            betas=settings.betas,
+            weight_decay=settings.weight_decay,
+        )
+        self.lineage: Lineage = store.lineage(run_id)
+        self.versions = Versions(store.versions(self.lineage.policy), settings.versions_kept, settings.dtype)
+        self.head = self.snapshot(State(lineage=self.lineage.id, step=0, batch_id="", rollout_ids=[]))
+        self.batches = 0
+        self.controls = 0  # negative controls measured
+        self.clock = Clock()
+
+    @property
+    def finished(self) -> bool:
+        """Whether the lineage has had all its steps."""
+        return self.settings.steps_max is not None and self.lineage.step >= self.settings.steps_max
+
+    # -- the loop, top to bottom -------------------------------------------------------------------
+
+    def take(self) -> Batch | None:
+        """The next batch, or the one that an earlier learner took and never committed."""
+        return self.store.take_batch(
+            self.run_id,
+            epoch=self.lease.epoch,
+            groups=self.settings.groups_per_batch,
+            batch_wait_s=self.settings.batch_wait_s,
+            staleness_max=self.settings.staleness_max,
+        )
+
+    def train(self, batch: Batch) -> None:
+        """One batch, from its groups to a published version."""
+        self.clock.lap("wait_s")
+        groups = reading.read(self.store, batch, self.settings.advantage)
+        numbers = reading.describe(groups) | self.staleness(groups)
+        self.clock.lap("data_s")
+        numbers |= self.compare(batch, groups)
+        self.clock.lap("mismatch_s")
+        sums = self.step(batch, groups)
+        if sums is None:
+            return
+        numbers |= sums.numbers() if sums.steps else {}
+        seconds = self.clock.lap("forward_backward_s")
+        numbers["tokens_per_s"] = sums.sample_tokens / seconds if sums.steps else 0.0
+        version = self.commit(batch, groups, numbers, sums.steps)
+        self.clock.lap("commit_s")
+        if version is not None:
+            self.publish(version)
+            self.clock.lap("publish_s")
+
+    def step(self, batch: Batch, groups: Sequence[Sequence[Member]]) -> Sums | None:
+        """The optimizer's steps; None: the batch was dropped, for it gave no finite gradient twice."""
+        for attempt in (1, 2):
+            try:
+                return update(self.settings, self.model, self.optimizer, groups, self.should_stop)
+            except NonFinite as error:
+                log.warning("batch %s, attempt %d: %s", batch.id, attempt, error)
+                self.restore(self.head)
+        self.store.drop_batch(batch.id, "nonfinite", self.lease.epoch)
+        self.metrics.dropped("nonfinite")
+        return None
+
+    def commit(
+        self, batch: Batch, groups: Sequence[Sequence[Member]], numbers: dict[str, float], steps: int
+    ) -> Version | None:
+        """Checkpoint, then the store's transaction. None: nothing had an advantage, so no new version."""
+        self.lease.check()
+        self.on_point("before_commit")
+        path = self.lineage.checkpoint or ""
+        head = self.head
+        if steps:
+            head = self.snapshot(self.state(batch, groups, steps))
+            path = str(checkpoint.save(head, self.checkpoints, self.lease.epoch).absolute())
+            self.on_point("after_checkpoint")
+        numbers |= self.clock.seconds | {"step": float(self.lineage.step + steps)}
+        version = self.store.commit_batch(
+            Commit(
+                batch_id=batch.id,
+                run_id=self.run_id,
+                lineage=self.lineage.id,
+                epoch=self.lease.epoch,
+                step=self.lineage.step + steps,
+                checkpoint=path,
+                rows=[member.ledger_row() for group in groups for member in group],
+                metrics=numbers,
+                new_version=bool(steps),
+            )
+        )
+        self.on_point("after_commit")
+        self.head, self.lineage = head, self.store.lineage(self.run_id)
+        numbers["version"] = float(self.lineage.head_version)
+        self.metrics.committed(batch.id, numbers, bool(steps))
+        self.batches += 1
+        checkpoint.prune(self.checkpoints, self.lineage.id, self.settings.keep_last, self.settings.save_every)
+        return version
+
+    def publish(self, version: Version) -> None:
+        """Make a committed version an adapter that engines can load; again after a crash."""
+        path, digest = publish.publish(self.settings, self.model, version, self.head, self.on_point)
+        absolute = str(path.absolute())
+        self.store.publish_version(version.policy, version.version, absolute, digest, self.lease.epoch)
+        self.versions.add(msgspec.structs.replace(version, path=absolute), self.head.adapter)
+
+    # -- state -------------------------------------------------------------------------------------
+
+    def resume(self) -> None:
+        """Stand on the lineage's head: its checkpoint loaded, orphans gone, its version published."""
+        head = Path(self.lineage.checkpoint) if self.lineage.checkpoint else None
+        checkpoint.sweep(self.checkpoints, self.lineage.id, head, self.lineage.step)
+        publish.sweep(self.settings, self.lineage.policy)
+        if head is None:
+            return
+        self.restore(checkpoint.load(head))
+        for version in self.store.versions(self.lineage.policy):
+            if version.version == self.lineage.head_version and version.state == "committed":
+                self.publish(version)
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where checkpoints are written."""
+        return Path(self.settings.checkpoint_dir)
+
+    def snapshot(self, state: State) -> Checkpoint:
+        """The weights, the optimizer and the RNG as they are now."""
+        return Checkpoint(
+            adapter=self.model.adapter(),
+            optimizer=checkpoint.optimizer_tensors(self.optimizer, self.model.parameters),
+            rng=torch.get_rng_state(),
+            state=state,
+        )
+
+    def restore(self, head: Checkpoint) -> None:
+        """Undo whatever happened since `head`."""
+        self.model.load(head.adapter)
+        checkpoint.restore_optimizer(self.optimizer, self.model.parameters, head.optimizer)
+        torch.set_rng_state(head.rng)
+        self.head = head
+
+    def state(self, batch: Batch, groups: Sequence[Sequence[Member]], steps: int) -> State:
+        """What the new checkpoint says, with the canary of the version that it will become."""
+        members = [member for group in groups for member in group]
+        trained = sorted((m for m in members if m.advantage), key=lambda m: -abs(m.advantage))
+        new = rounded(self.model.adapter(), self.settings.dtype)
+        parent = self.versions.adapter(self.lineage.head_version)
+        samples = [sample for member in trained for sample in member.samples[:1]]
+        return State(
+            lineage=self.lineage.id,
+            step=self.lineage.step + steps,
+            batch_id=batch.id,
+            rollout_ids=[member.rollout.id for member in members],
+            canary=canary.choose(self.model, samples, new, parent, self.settings.canary_tokens),
+        )
+
+    # -- what is measured --------------------------------------------------------------------------
+
+    def compare(self, batch: Batch, groups: Sequence[Sequence[Member]]) -> dict[str, float]:
+        """The mismatch between engine and learner on some tokens of every version that sampled."""
+        members = [member for group in groups for member in group]
+        trained = [member for member in members if member.advantage] or members
+        samples = [sample for member in trained for sample in member.samples]
+        chosen = mismatch.choose(samples, self.settings.mismatch_fraction, batch.id)
+        limit = self.settings.micro_batch_tokens
+        found = {}
+        for version, some in chosen.items():
+            found[version] = mismatch.measure(
+                self.model, some, version, self.versions.adapter(version), limit
+            )
+        newest = max(chosen, default=0)
+        wrong = None
+        if newest and (self.controls == 0 or self.batches % WRONG_ADAPTER_EVERY == 0):
+            wrong = mismatch.measure(self.model, chosen[newest], newest, None, limit)
+            self.controls += 1
+        return mismatch.report(found, wrong)
+
+    def staleness(self, groups: Sequence[Sequence[Member]]) -> dict[str, float]:
+        """How far behind the head the batch's owned tokens were sampled."""
+        head = self.versions.distance(self.lineage.head_version)
+        tokens: dict[int, int] = {}
+        for sample in (sample for group in groups for member in group for sample in member.samples):
+            for version, count in mismatch.sampled_tokens(sample).items():
+                tokens[version] = tokens.get(version, 0) + count
+        behind = {version: head - self.versions.distance(version) for version in tokens}
+        total = sum(tokens.values())
+        return {
+            "staleness_mean": sum(behind[v] * n for v, n in tokens.items()) / total if total else 0.0,
+            "staleness_max": float(max(behind.values(), default=0)),
+            "sampling_versions": float(len(tokens)),
+        }
+
+
+class Clock:
+    """Where the wall time of a batch goes. Commit and publish are those of the batch before."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {"commit_s": 0.0, "publish_s": 0.0}
+        self._last = time.monotonic()
+
+    def lap(self, name: str) -> float:
+        """The time since the last lap goes to `name`."""
+        now = time.monotonic()
+        self.seconds[name] = now - self._last
+        self._last = now
+        return self.seconds[name]

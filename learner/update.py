@@ -1,0 +1,138 @@
+"""One optimizer step: micro-batches, loss, gradients, AdamW."""
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+import msgspec
+import torch
+
+from capture.errors import HoneError
+from learner.batch import Scored, micro_batches
+from learner.groups import Member
+from learner.losses import cispo
+from learner.model import Model
+from learner.settings import Settings
+
+
+class NonFinite(HoneError):
+    """Loss or gradient of a step is not finite; the step was not made."""
+
+
+class Abandoned(HoneError):
+    """The learner was told to stop within a batch; nothing of it was committed."""
+
+
+class Sums(msgspec.Struct):
+    """What adds up over the trained tokens of micro-batches and steps."""
+
+    steps: int = 0
+    tokens: int = 0  # owned and trained, once a pass
+    sample_tokens: int = 0  # of the trained samples, with their context
+    loss: float = 0.0  # summed over steps
+    grad_norm: float = 0.0  # before clipping, summed over steps
+    ratio: float = 0.0
+    ratio_max: float = 0.0
+    clipped: int = 0
+    surprise: float = 0.0  # Σ -log π
+    drift: float = 0.0  # Σ |log π - log μ|
+
+    def numbers(self) -> dict[str, float]:
+        """Means over tokens or steps, for the step's row."""
+        tokens, steps = max(self.tokens, 1), max(self.steps, 1)
+        return {
+            "loss": self.loss / steps,
+            "grad_norm": self.grad_norm / steps,
+            "ratio_mean": self.ratio / tokens,
+            "ratio_max": self.ratio_max,
+            "clip_fraction": self.clipped / tokens,
+            "entropy": self.surprise / tokens,
+            "policy_drift": self.drift / tokens,
+        }
+
+
+def update(
+    settings: Settings,
+    model: Model,
+    optimizer: torch.optim.Optimizer,
+    groups: Sequence[Sequence[Member]],
+    should_stop: Callable[[], bool],
+) -> Sums:
+    """All passes and minibatches of one batch. A minibatch in which nothing has an advantage is no step."""
+    sums = Sums()
+    for _ in range(settings.passes):
+        for part in split(groups, settings.minibatches):
+            step(settings, model, optimizer, part, should_stop, sums)
+    return sums
+
+
+def split(groups: Sequence[Sequence[Member]], parts: int) -> list[list[Member]]:
+    """At most `parts` minibatches of whole groups, sizes differing by at most one group."""
+    count = min(parts, len(groups))
+    bounds = [round(part * len(groups) / count) for part in range(count + 1)]
+    return [[member for group in groups[start:end] for member in group] for start, end in pairwise(bounds)]
+
+
+def weigh(members: Sequence[Member]) -> list[Scored]:
+    """The samples that have a gradient, each with A / N; N counts all members' owned tokens."""
+    total = sum(one.owned for one in members)
+    return [
+        Scored(sample, one.advantage / total) for one in members if one.advantage for sample in one.samples
+    ]
+
+
+def step(
+    settings: Settings,
+    model: Model,
+    optimizer: torch.optim.Optimizer,
+    members: Sequence[Member],
+    should_stop: Callable[[], bool],
+    sums: Sums,
+) -> None:
+    """One optimizer step over `members`. `NonFinite`, `Abandoned`: this step moved no weight."""
+    scored = weigh(members)
+    if not scored:
+        return
+    optimizer.zero_grad(set_to_none=True)
+    loss = backward(settings, model, scored, should_stop, sums)
+    norm = float(torch.nn.utils.clip_grad_norm_(model.parameters.values(), settings.clip_grad))
+    if not (math.isfinite(loss) and math.isfinite(norm)):
+        raise NonFinite(f"loss {loss}, gradient norm {norm}")
+    optimizer.step()
+    sums.steps += 1
+    sums.loss += loss
+    sums.grad_norm += norm
+
+
+def backward(
+    settings: Settings,
+    model: Model,
+    scored: Sequence[Scored],
+    should_stop: Callable[[], bool],
+    sums: Sums,
+) -> float:
+    """Add the gradient of the loss over `scored` to the adapter's; the loss."""
+    total = 0.0
+    for micro in micro_batches(scored, settings.micro_batch_tokens):
+        if should_stop():
+            raise Abandoned("told to stop in the middle of a step")
+        logprobs = model.logprobs(micro)
+        sampled = micro.sampled_logprobs.to(model.device)
+        loss, ratios = cispo(logprobs, sampled, micro.weights.to(model.device), settings.cispo_clip)
+        loss.backward()
+        total += float(loss.detach())
+        count(sums, logprobs.detach(), sampled, ratios, settings.cispo_clip)
+    sums.sample_tokens += sum(len(one.sample.token_ids) for one in scored)
+    return total
+
+
+def count(
+    sums: Sums, logprobs: torch.Tensor, sampled: torch.Tensor, ratios: torch.Tensor, clip: float
+) -> None:
+    """Add one micro-batch's tokens to the sums."""
+    sums.tokens += len(logprobs)
+    sums.ratio += float(ratios.sum())
+    sums.ratio_max = max(sums.ratio_max, float(ratios.max()))
+    sums.clipped += int((ratios > clip).sum())
+    sums.surprise -= float(logprobs.sum())
+    sums.drift += float((logprobs - sampled).abs().sum())

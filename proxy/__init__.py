@@ -1,0 +1,1 @@
+"""The request path: agents in, upstreams out."""

@@ -1,0 +1,372 @@
+"""Load -> verify -> activate -> unload: one process does it, under the store's `activator` lease.
+
+`plan` decides, pure; `Activator` carries it out. A name is loaded once and never again with other
+weights: vLLM's prefix cache would keep the old ones' results.
+"""
+
+import asyncio
+import math
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from capture.adapters import Manifest, read_manifest
+from capture.errors import AdapterError, Conflict, StoreError, UpstreamError
+from capture.types import EngineVersion, Version
+from proxy.engines import USABLE, Engine, Fleet, View, versioned
+from proxy.metrics import Metrics
+from proxy.settings import Engines
+from proxy.storage import Storage
+from proxy.upstream import Upstream
+from proxy.verify import Verdict, answers, at, distance, judge, probes, question
+
+LEASE = "activator"
+
+
+class EngineView(msgspec.Struct, frozen=True, kw_only=True):
+    """What `plan` needs of one engine."""
+
+    incarnation: str
+    healthy: bool
+    usable: frozenset[int] = frozenset()
+    failed: frozenset[int] = frozenset()
+    loaded: frozenset[int] = frozenset()
+    in_flight: Mapping[int, int] = {}
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """What to do now; engines by incarnation."""
+
+    load: list[tuple[str, int]] = []
+    activate: int | None = None
+    expire: list[int] = []  # versions whose training pins must go to make room
+    unload: list[tuple[str, int]] = []
+    retire: list[int] = []
+
+
+class Memory(msgspec.Struct):
+    """What the activator remembers between looks; losing it costs time only. Monotonic seconds."""
+
+    first_seen: dict[int, float] = {}  # published version -> when
+    unneeded_since: dict[int, float] = {}
+    expired: set[int] = set()
+
+
+def plan(view: View, engines: Sequence[EngineView], memory: Memory, settings: Engines, now: float) -> Plan:
+    """Decide what brings engines and versions to where they should be."""
+    adapters = {row.version: row for row in view.versions.values() if row.path is not None}
+    fresh = sorted(
+        v
+        for v, row in adapters.items()
+        if row.state == "published" and row.lineage == view.lineage and v > view.active
+    )
+    needed = ({view.active, view.promoted} | {v for v, pins in view.pinned.items() if pins}) & adapters.keys()
+    for version in fresh:
+        memory.first_seen.setdefault(version, now)
+    up = [engine for engine in engines if engine.healthy]
+    order = [*sorted(needed, reverse=True), *(v for v in fresh if v not in needed)]
+    unload = _unload(engines, needed | set(fresh), memory, settings.unload_grace_s, now)
+    return Plan(
+        load=[(e.incarnation, v) for v in order for e in up if v not in e.usable and v not in e.failed],
+        activate=_next_active(fresh, up, memory, settings.activate_timeout_s, now),
+        expire=_expire(view, needed, fresh, memory, settings.versions_max),
+        unload=unload,
+        retire=[v for v in fresh if up and all(v in e.failed for e in up)]
+        + [v for v, row in adapters.items() if row.state == "active" and v not in needed and v < view.active],
+    )
+
+
+def _next_active(
+    fresh: Sequence[int], up: Sequence[EngineView], memory: Memory, timeout_s: float, now: float
+) -> int | None:
+    """The oldest published version that an engine proved, once the others are done or out of time."""
+    for version in fresh:
+        if any(version in engine.usable for engine in up):
+            done = all(version in engine.usable | engine.failed for engine in up)
+            if done or now - memory.first_seen[version] >= timeout_s:
+                return version
+            return None
+    return None
+
+
+def _expire(
+    view: View, needed: set[int], fresh: Sequence[int], memory: Memory, versions_max: int
+) -> list[int]:
+    """The oldest training pins, as many as live versions are too many with the next one."""
+    excess = len(needed) + len(fresh[:1]) - versions_max
+    old = sorted(needed - {view.active, view.promoted} - memory.expired)
+    return old[: max(0, excess)]
+
+
+def _unload(
+    engines: Sequence[EngineView], wanted: set[int], memory: Memory, grace_s: float, now: float
+) -> list[tuple[str, int]]:
+    """Loaded versions that nobody has needed for the grace period and nothing is in flight for."""
+    loaded = {version for engine in engines for version in engine.loaded}
+    for version in wanted | (memory.unneeded_since.keys() - loaded):
+        memory.unneeded_since.pop(version, None)
+    for version in loaded - wanted:
+        memory.unneeded_since.setdefault(version, now)
+    ripe = {version for version, since in memory.unneeded_since.items() if now - since >= grace_s}
+    return [
+        (engine.incarnation, version)
+        for engine in engines
+        if engine.healthy
+        for version in sorted(engine.loaded & ripe)
+        if not engine.in_flight.get(version)
+    ]
+
+
+class Activator:
+    """Carries plans out. `step` is one look; `run` is forever."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        settings: Engines,
+        upstream: Upstream,
+        storage: Storage,
+        metrics: Metrics,
+        *,
+        holder: str,
+        lease_ttl_s: float,
+    ) -> None:
+        self._fleet = fleet
+        self._settings = settings
+        self._upstream = upstream
+        self._storage = storage
+        self._metrics = metrics
+        self._holder = holder
+        self._ttl_s = lease_ttl_s
+        self._memory = Memory()
+        self._attempts: Counter[tuple[str, int]] = Counter()
+        self._floors: dict[str, float] = {}
+        self._epoch: int | None = None
+        self._renewed_at = -math.inf
+
+    async def run(self) -> None:
+        """Step every `poll_s`; a store that is busy or a fenced lease only costs a step."""
+        try:
+            while True:
+                try:
+                    await self.step()
+                except (StoreError, Conflict) as error:
+                    self._metrics.note("activator", error)
+                    self._epoch = None
+                await asyncio.sleep(self._settings.poll_s)
+        finally:
+            await self._storage.call(self._storage.store.release_lease, LEASE, self._holder)
+
+    async def step(self) -> Plan:
+        """One look at the store and the engines, and everything that follows from it."""
+        if not await self._hold_lease():
+            return Plan()
+        view = await self._fleet.refresh()
+        engines = [self._look(engine) for engine in self._fleet.engines]
+        todo = plan(view, engines, self._memory, self._settings, time.monotonic())
+        store, policy = self._storage.store, self._fleet.policy
+        for version in todo.expire:
+            self._memory.expired.add(version)
+            dropped = await self._storage.call(store.expire_pins, policy, version)
+            self._metrics.pins_expired.inc(dropped)
+        if todo.load:
+            # One load a step: activation and new leases do not wait behind a queue of them.
+            await self._load(*todo.load[0], view)
+        if todo.activate is not None:
+            await self._activate(todo.activate)
+        for incarnation, version in todo.unload:
+            await self._unload(incarnation, version)
+        for version in todo.retire:
+            await self._storage.call(store.retire_version, policy, version)
+        if todo != Plan():
+            await self._fleet.refresh()
+        return todo
+
+    async def _hold_lease(self) -> bool:
+        now = time.monotonic()
+        if now - self._renewed_at >= self._ttl_s / 5 or self._epoch is None:
+            acquire = self._storage.store.acquire_lease
+            self._epoch = await self._storage.call(acquire, LEASE, self._holder, self._ttl_s)
+            self._renewed_at = now
+        return self._epoch is not None
+
+    def _look(self, engine: Engine) -> EngineView:
+        mine = [pair for pair in self._fleet.view.pairs if pair.engine == engine.incarnation]
+        by_name = {versioned(self._fleet.policy, v): v for v in self._fleet.view.versions}
+        return EngineView(
+            incarnation=engine.incarnation,
+            healthy=engine.healthy,
+            usable=engine.usable,
+            failed=frozenset(pair.version for pair in mine if pair.state == "failed"),
+            loaded=frozenset(by_name[name] for name in engine.adapters if name in by_name),
+            in_flight=engine.in_flight,
+        )
+
+    def _engine(self, incarnation: str) -> Engine | None:
+        return next((e for e in self._fleet.engines if e.incarnation == incarnation and e.healthy), None)
+
+    # -- load and verify -------------------------------------------------------------------------
+
+    async def _load(self, incarnation: str, version: int, view: View) -> None:
+        """Load and verify one version on one engine and record how far it got."""
+        engine = self._engine(incarnation)
+        if engine is None:
+            return
+        try:
+            verdict, load_s, verify_s = await self._prove(engine, view.versions[version])
+        except (UpstreamError, AdapterError) as error:
+            self._attempts[incarnation, version] += 1
+            self._metrics.swap_failures.labels("load").inc()
+            if self._attempts[incarnation, version] >= self._settings.load_attempts:
+                await self._record(incarnation, version, "failed", str(error))
+            return
+        self._metrics.swap_seconds.labels("load").observe(load_s)
+        self._metrics.swap_seconds.labels("verify").observe(verify_s)
+        await self._record(
+            incarnation,
+            version,
+            verdict.state,
+            f"{verdict.detail}; load {load_s:.3f} s, verify {verify_s:.3f} s",
+        )
+        if verdict.state == "failed":
+            self._metrics.swap_failures.labels("verify").inc()
+            await self._unload(incarnation, version, state=None)
+
+    async def _prove(self, engine: Engine, row: Version) -> tuple[Verdict, float, float]:
+        """Verdict, load and verify seconds. `AdapterError` if it cannot be loaded or compared."""
+        began = time.monotonic()
+        manifest = await self._manifest(row)
+        name = versioned(row.policy, row.version)
+        await self._put(engine, name, str(row.path))
+        loaded = time.monotonic()
+        positions = probes(manifest.canary_logprobs, manifest.parent_logprobs)
+        floor = await self._floor(engine, manifest, positions)
+        try:
+            verdict = judge(
+                await self._measure(engine, name, manifest.canary_ids, positions),
+                at(manifest.canary_logprobs, positions),
+                at(manifest.parent_logprobs, positions),
+                at(manifest.base_logprobs, positions),
+                floor,
+            )
+        except ValueError as error:
+            raise AdapterError(f"{name}: {error}") from None
+        return verdict, loaded - began, time.monotonic() - loaded
+
+    async def _manifest(self, row: Version) -> Manifest:
+        manifest = await asyncio.to_thread(read_manifest, Path(str(row.path)))
+        lists = (manifest.canary_logprobs, manifest.parent_logprobs, manifest.base_logprobs)
+        if not manifest.canary_ids or any(len(one) != len(manifest.canary_ids) - 1 for one in lists):
+            raise AdapterError(f"{row.path}: the canary of its manifest is incomplete")
+        if (manifest.policy, manifest.version) != (row.policy, row.version):
+            raise AdapterError(f"{row.path} holds {manifest.policy}@v{manifest.version}")
+        return manifest
+
+    async def _put(self, engine: Engine, name: str, path: str) -> None:
+        """Load unless the engine has that name from that path already; it must say so afterwards."""
+        held = (await self._fleet.models(engine)).get(name)
+        if held is None:
+            body = msgspec.json.encode({"lora_name": name, "lora_path": path})
+            status, answer = await self._ask(engine, "/v1/load_lora_adapter", body)
+            if status != 200:
+                raise AdapterError(f"{engine.url} did not load {name}: {status} {answer[:500]!r}")
+            held = (await self._fleet.models(engine)).get(name)
+        if held is None or held.root != path:
+            raise AdapterError(f"{engine.url} serves {name} from {held and held.root}, not from {path}")
+        engine.set_adapter(name, path)
+
+    async def _floor(self, engine: Engine, manifest: Manifest, positions: list[int]) -> float:
+        """How far the engine's base is from the learner's base: no smaller difference means anything."""
+        if engine.incarnation not in self._floors:
+            if engine.base is None:
+                raise AdapterError(f"{engine.url} names no base model in GET /v1/models")
+            try:
+                measured = await self._measure(engine, engine.base, manifest.canary_ids, positions)
+                found = distance(measured, at(manifest.base_logprobs, positions))
+            except ValueError as error:
+                raise AdapterError(f"{engine.url}: {error}") from None
+            if not found <= self._settings.verify_floor_max:
+                raise AdapterError(
+                    f"{engine.url} serves another base model than the learner trains: canary logprobs "
+                    f"differ by {found:.3g} nats (proxy.engines.verify_floor_max)"
+                )
+            self._floors[engine.incarnation] = max(found, self._settings.verify_floor)
+        return self._floors[engine.incarnation]
+
+    async def _measure(self, engine: Engine, model: str, ids: list[int], positions: list[int]) -> list[float]:
+        """The engine's logprobs of `ids` at these positions, ascending, at temperature 1."""
+        found: list[float] = []
+        # The longest prompt alone first: the others then find most of theirs in the prefix cache.
+        for part in (positions[-1:], positions[:-1]):
+            if not part:
+                continue
+            body = msgspec.json.encode(question(model, ids, part))
+            status, answer = await self._ask(engine, "/v1/completions", body)
+            if status != 200:
+                raise AdapterError(f"{engine.url} refused the canary for {model}: {status} {answer[:500]!r}")
+            try:
+                found = answers(msgspec.json.decode(answer), ids, part) + found
+            except (msgspec.DecodeError, ValueError) as error:
+                raise AdapterError(f"{engine.url} did not answer the canary: {error}") from None
+        return found
+
+    async def _ask(self, engine: Engine, path: str, body: bytes) -> tuple[int, bytes]:
+        return await self._upstream.ask(engine.url + path, body, self._settings.load_timeout_s)
+
+    # -- activate and retire ---------------------------------------------------------------------
+
+    async def _activate(self, version: int) -> None:
+        """One store row; then every engine that serves it is recorded with its calls in flight."""
+        assert self._epoch is not None
+        policy, store = self._fleet.policy, self._storage.store
+        in_flight = {engine.incarnation: engine.in_flight.total() for engine in self._fleet.engines}
+        await self._storage.call(store.activate, policy, version, self._epoch)
+        waited = time.monotonic() - self._memory.first_seen.pop(version, time.monotonic())
+        self._metrics.swap_seconds.labels("activate").observe(waited)
+        self._metrics.active_version.set(version)
+        for pair in self._fleet.view.pairs:
+            if pair.version == version and pair.state in USABLE and pair.engine in in_flight:
+                row = msgspec.structs.replace(pair, in_flight=in_flight[pair.engine], at=time.time())
+                await self._storage.call(store.record_engine_version, row)
+        run = await self._storage.call(store.latest_run)
+        if run is not None:
+            note = {"version": version, "activate_s": waited, "in_flight": sum(in_flight.values())}
+            await self._storage.call(store.put_metrics, run, "swap", note)
+
+    async def _unload(self, incarnation: str, version: int, state: str | None = "unloaded") -> None:
+        engine = self._engine(incarnation)
+        if engine is None:
+            return
+        name = versioned(self._fleet.policy, version)
+        if state is not None:
+            # No call may pick it any more before the engine forgets it.
+            await self._record(incarnation, version, state, "")
+            await self._fleet.refresh()
+            if engine.in_flight.get(version):
+                return
+        try:
+            status, answer = await self._ask(
+                engine, "/v1/unload_lora_adapter", msgspec.json.encode({"lora_name": name})
+            )
+        except UpstreamError as error:
+            self._metrics.note("unload", error)
+            return
+        if status in (200, 404):
+            engine.set_adapter(name, None)
+        else:
+            self._metrics.note("unload", f"{status} {answer[:200]!r}")
+
+    async def _record(self, incarnation: str, version: int, state: Any, detail: str) -> None:
+        row = EngineVersion(
+            engine=incarnation,
+            policy=self._fleet.policy,
+            version=version,
+            state=state,
+            detail=detail,
+            at=time.time(),
+        )
+        await self._storage.call(self._storage.store.record_engine_version, row)

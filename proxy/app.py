@@ -1,0 +1,282 @@
+"""Wiring: every part of the proxy, its one owner and its lifetime.
+
+`serve` runs one proxy process until SIGTERM or SIGINT; `application` builds the same without a
+socket of its own, for whoever brings one.
+"""
+
+import asyncio
+import logging
+import os
+import secrets as random_secrets
+import signal
+import socket
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import msgspec
+from aiohttp import web
+
+from capture.errors import StoreError
+from capture.journal import Journal
+from capture.settings import Settings as CaptureSettings
+from capture.sqlite import SqliteStore
+from proxy.activator import Activator
+from proxy.attribution import Attributor
+from proxy.commit import Committer
+from proxy.engines import Fleet
+from proxy.heads import Heads
+from proxy.metrics import Metrics
+from proxy.refusal import Refused, error_body
+from proxy.relay import Relay
+from proxy.rollouts_api import RolloutsApi
+from proxy.routes import Routes
+from proxy.settings import Settings, check
+from proxy.storage import Storage
+from proxy.upstream import Upstream
+
+log = logging.getLogger("hone.proxy")
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Proxy:
+    """The parts of one proxy process; `open` gives them their lifetime."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        capture: CaptureSettings,
+        store_path: Path,
+        secrets: Mapping[str, str],
+    ) -> None:
+        check(settings)
+        self.settings = settings
+        self.metrics = Metrics()
+        self.holder = f"{socket.gethostname()}:{os.getpid()}:{random_secrets.token_hex(4)}"
+        self.stopping = False
+        self.recorded_at = time.monotonic()  # when the store last took a write of ours
+        self._journal_store = SqliteStore(store_path)
+        self.journal = Journal(self._journal_store, capture)
+        self.storage = Storage(SqliteStore(store_path))
+        self.upstream = Upstream(settings.deadlines, settings.limits)
+        self.heads = Heads(self.storage, settings.limits.rollouts_cached, settings.head_ttl_s)
+        self.attributor = Attributor(settings.keys, self.heads)
+        self.fleet: Fleet | None = None
+        if settings.policy is not None and settings.engines.urls:
+            self.fleet = Fleet(settings.policy, settings.engines, self.upstream, self.storage)
+        self.committer = Committer(self.journal, self.storage, self.metrics, settings.commit_timeout_s)
+        self.routes = Routes(settings, secrets)
+        self.relay = Relay(
+            settings,
+            self.attributor,
+            self.routes,
+            self.fleet,
+            self.upstream,
+            self.committer,
+            self.metrics,
+        )
+        self.api = RolloutsApi(settings, self.attributor, self.heads, self.storage, self.fleet, self.metrics)
+
+    @asynccontextmanager
+    async def open(self) -> AsyncIterator[None]:
+        """Start the journal and the background tasks; stop them in the reverse order."""
+        self.journal.start()
+        tasks = [asyncio.create_task(self._record_in_flight())]
+        if self.fleet is not None:
+            await self.fleet.refresh()
+            await asyncio.gather(*(self.fleet.look(engine) for engine in self.fleet.engines))
+            activator = Activator(
+                self.fleet,
+                self.settings.engines,
+                self.upstream,
+                self.storage,
+                self.metrics,
+                holder=self.holder,
+                lease_ttl_s=self.settings.lease_ttl_s,
+            )
+            tasks += [asyncio.create_task(self.fleet.run()), asyncio.create_task(activator.run())]
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self.upstream.close()
+            await self.committer.drain()
+            await self.journal.close()
+            await self.storage.close()
+            self._journal_store.close()
+
+    async def _record_in_flight(self) -> None:
+        """Tell the store every second which rollouts have calls here, so that none is sealed as idle."""
+        while True:
+            try:
+                await self.storage.call(
+                    self.storage.store.touch_in_flight,
+                    self.holder,
+                    self.heads.in_flight(),
+                    self.settings.lease_ttl_s,
+                )
+                self.recorded_at = time.monotonic()
+            except StoreError as error:
+                self.metrics.note("in_flight", error)
+            await asyncio.sleep(self.settings.in_flight_interval_s)
+
+    # -- small handlers --------------------------------------------------------------------------
+
+    async def models(self, request: web.Request) -> web.Response:
+        """`GET /v1/models`: every name that a call may ask for."""
+        caller = await self.attributor.caller(request.headers)
+        caller.need("infer")
+        data = [
+            {"id": name, "object": "model", "created": 0, "owned_by": "hone"} for name in self.routes.names()
+        ]
+        return _json({"object": "list", "data": data})
+
+    async def health(self, request: web.Request) -> web.Response:
+        """`GET /health`: the process is alive."""
+        return _json({"status": "ok"})
+
+    async def ready(self, request: web.Request) -> web.Response:
+        """`GET /ready`: 200 if calls can be captured and the policy served, else 503 with reasons."""
+        reasons = self.not_ready()
+        return _json({"ready": not reasons, "reasons": reasons}, 503 if reasons else 200)
+
+    def not_ready(self) -> list[str]:
+        """Why calls should go elsewhere, in sentences."""
+        reasons = ["The proxy is stopping."] if self.stopping else []
+        silent_s = time.monotonic() - self.recorded_at
+        if silent_s > self.settings.lease_ttl_s:
+            reasons.append(f"The store has taken no write for {silent_s:.0f} s.")
+        if self.fleet is not None:
+            wanted = {self.fleet.view.active, self.fleet.view.promoted}
+            missing = {self.fleet.why_not(version) for version in wanted}
+            reasons += sorted(reason for reason in missing if reason)
+        return reasons
+
+    async def export(self, request: web.Request) -> web.Response:
+        """`GET /metrics`, in Prometheus' text format."""
+        self.metrics.queue_bytes.set(self.journal.queue_bytes)
+        if self.fleet is not None:
+            self.metrics.engines_healthy.set(sum(engine.healthy for engine in self.fleet.engines))
+            self.metrics.active_version.set(self.fleet.view.active)
+            self.metrics.promoted_version.set(self.fleet.view.promoted)
+        return web.Response(
+            body=self.metrics.render(), headers={"content-type": "text/plain; version=0.0.4; charset=utf-8"}
+        )
+
+
+PROXY = web.AppKey("proxy", Proxy)
+
+
+def application(
+    settings: Settings,
+    store_path: Path,
+    *,
+    capture: CaptureSettings | None = None,
+    secrets: Mapping[str, str] | None = None,
+) -> web.Application:
+    """The aiohttp application. `secrets` holds the values of the routes' `key_env` names.
+
+    Serve it with `handler_cancellation=True`, or hang-ups before a whole answer go unseen.
+    `ConfigError` for settings that cannot work.
+    """
+    check(settings)
+    Routes(settings, secrets or {})
+    app = web.Application(client_max_size=settings.limits.body_bytes_max)
+
+    async def lifetime(app: web.Application) -> AsyncIterator[None]:
+        proxy = app[PROXY] = Proxy(settings, capture or CaptureSettings(), store_path, secrets or {})
+        async with proxy.open():
+            yield
+
+    app.cleanup_ctx.append(lifetime)
+    _add_routes(app)
+    return app
+
+
+def _add_routes(app: web.Application) -> None:
+    def to(method: Callable[[Proxy], Handler]) -> Handler:
+        async def handler(request: web.Request) -> web.StreamResponse:
+            try:
+                return await method(app[PROXY])(request)
+            except Refused as refused:
+                return refused.response()
+            except StoreError as error:
+                app[PROXY].metrics.note("request", error)
+                return Refused(503, "store", f"The store cannot do that now: {error}", retry=True).response()
+
+        return handler
+
+    call = to(lambda proxy: proxy.relay.handle)
+    router = app.router
+    router.add_post("/v1/chat/completions", call)
+    router.add_post("/rollouts/{rollout_id}/v1/chat/completions", call)
+    router.add_get("/v1/models", to(lambda proxy: proxy.models))
+    router.add_get("/rollouts/{rollout_id}/v1/models", to(lambda proxy: proxy.models))
+    router.add_post("/rollouts", to(lambda proxy: proxy.api.open))
+    router.add_get("/rollouts/{rollout_id}", to(lambda proxy: proxy.api.read))
+    router.add_post("/rollouts/{rollout_id}/finish", to(lambda proxy: proxy.api.finish))
+    router.add_post("/rewards", to(lambda proxy: proxy.api.score))
+    router.add_get("/health", to(lambda proxy: proxy.health))
+    router.add_get("/ready", to(lambda proxy: proxy.ready))
+    router.add_get("/metrics", to(lambda proxy: proxy.export))
+    router.add_route("*", "/{path:.*}", _not_found)
+
+
+async def _not_found(request: web.Request) -> web.Response:
+    text = f"There is no {request.method} {request.path[:200]} here."
+    return web.Response(status=404, body=error_body(404, "not_found", text), content_type="application/json")
+
+
+@asynccontextmanager
+async def running(
+    settings: Settings,
+    store_path: Path,
+    *,
+    capture: CaptureSettings | None = None,
+    secrets: Mapping[str, str] | None = None,
+) -> AsyncIterator[tuple[Proxy, str]]:
+    """A proxy that listens; yields it and its URL. On leaving it drains: at most `drain_s`."""
+    app = application(settings, store_path, capture=capture, secrets=secrets)
+    runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=settings.drain_s)
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, settings.host, settings.port, backlog=1024)
+        await site.start()
+        port = runner.addresses[0][1]
+        yield app[PROXY], f"http://{settings.host}:{port}"
+    finally:
+        await runner.cleanup()
+
+
+async def serve(
+    settings: Settings,
+    store_path: Path,
+    *,
+    capture: CaptureSettings | None = None,
+    secrets: Mapping[str, str] | None = None,
+) -> None:
+    """Run one proxy until SIGTERM or SIGINT.
+
+    Then: not ready, no new connections, calls in flight get `drain_s`, the journal closes last.
+    """
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    try:
+        async with running(settings, store_path, capture=capture, secrets=secrets) as (proxy, url):
+            log.info("proxy listens on %s", url)
+            await stop.wait()
+            proxy.stopping = True
+            log.info("proxy stops; %d calls in flight", sum(proxy.heads.in_flight().values()))
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+
+
+def _json(value: object, status: int = 200) -> web.Response:
+    return web.Response(status=status, body=msgspec.json.encode(value), content_type="application/json")

@@ -1,0 +1,164 @@
+"""Whose call it is: path, rollout key, header, nobody, in this order.
+
+The decision is `decide`, pure; `Attributor` carries it out with cached look-ups. Ids are never
+credentials, and every id is meaningful only within the namespace of the key that owns it.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from capture.errors import NotFound
+from capture.ids import new_id
+from capture.types import Attribution, Rollout
+from proxy.heads import Head, Heads
+from proxy.keys import ROLLOUT_KEY, Caller, bearer, identify, opens, rollout_of
+from proxy.refusal import Refused
+from proxy.settings import Key
+
+VALUE_CHARS_MAX = 256  # of an id in a header
+
+
+class ById(msgspec.Struct, frozen=True):
+    """An existing rollout is named; a header's unknown name may open a session instead."""
+
+    rollout_id: str
+    how: Attribution
+
+
+class BySession(msgspec.Struct, frozen=True):
+    """The open observe rollout of a session in the caller's namespace."""
+
+    session: str
+
+
+class Nobody(msgspec.Struct, frozen=True):
+    """No identity at all: a rollout of its own."""
+
+
+Claim = ById | BySession | Nobody
+
+
+def decide(caller: Caller, path_id: str | None, headers: Mapping[str, str]) -> Claim:
+    """What the request says of whose call it is. `Refused` 403 where path and rollout key disagree."""
+    if path_id is not None:
+        if caller.rollout_id not in (None, path_id):
+            raise Refused(403, "rollout_mismatch", "The key belongs to another rollout than the path.")
+        return ById(path_id, "path")
+    if caller.rollout_id is not None:
+        return ById(caller.rollout_id, "key")
+    if rollout_id := _value(headers, "X-Rollout-ID"):
+        return ById(rollout_id, "header")
+    if session := _value(headers, "X-Session-ID"):
+        return BySession(session)
+    return Nobody()
+
+
+def fresh(
+    caller: Caller, headers: Mapping[str, str], *, session: str | None = None, continues: str | None = None
+) -> Rollout:
+    """A new observe rollout for a call that nobody opened one for."""
+    metadata: dict[str, Any] = {}
+    if group := _value(headers, "X-Group-ID"):
+        metadata["group_id"] = group  # a wish of the agent; groups are declared by who may train
+    if continues is not None:
+        metadata["continues"] = continues
+    return Rollout(
+        id=new_id("r"),
+        key_id=caller.key_id,
+        mode="observe",
+        scenario_id=_value(headers, "X-Scenario-ID"),
+        session=session,
+        headless=session is None,
+        created_at=time.time(),
+        metadata=metadata or None,
+    )
+
+
+class Attributor:
+    """Identifies callers and finds their rollouts, through the cached heads."""
+
+    def __init__(self, keys: Sequence[Key], heads: Heads) -> None:
+        self._keys = keys
+        self._heads = heads
+
+    async def caller(self, headers: Mapping[str, str]) -> Caller:
+        """Who sent these headers. `Refused` 401 for a key that opens nothing."""
+        key = bearer(headers.get("Authorization"))
+        parts = rollout_of(key)
+        if parts is not None:
+            rollout_id, secret = parts
+            try:
+                rollout = (await self._heads.get(rollout_id)).rollout
+            except NotFound:
+                return identify(key, self._keys)
+            if not opens(secret, rollout):
+                raise Refused(401, "invalid_api_key", "This is not the key of that rollout.")
+            return Caller(key_id=rollout.key_id, scopes=ROLLOUT_KEY, rollout_id=rollout_id)
+        return identify(key, self._keys)
+
+    async def owned(self, caller: Caller, rollout_id: str) -> Head:
+        """A rollout of the caller's namespace. `Refused` 404 where there is none."""
+        try:
+            head = await self._heads.get(rollout_id)
+        except NotFound:
+            head = None
+        if head is None or (head.rollout.key_id != caller.key_id and "admin" not in caller.scopes):
+            raise Refused(404, "rollout_not_found", f"There is no rollout {rollout_id[:VALUE_CHARS_MAX]!r}.")
+        if caller.rollout_id not in (None, rollout_id):
+            raise Refused(403, "rollout_mismatch", "The key belongs to another rollout.")
+        return head
+
+    async def attribute(
+        self, caller: Caller, path_id: str | None, headers: Mapping[str, str]
+    ) -> tuple[Head, Attribution]:
+        """The head that this call belongs to, open and with a call to spare, and how it was found.
+
+        `Refused`: 404 unknown path id, 403 path against key, 409 `rollout_sealed`, 429 `max_calls`.
+        """
+        caller.need("infer")
+        match decide(caller, path_id, headers):
+            case ById(rollout_id, "header"):
+                try:
+                    head = await self.owned(caller, rollout_id)
+                except Refused:
+                    session = f"rollout:{rollout_id}"
+                    head = await self._session(caller, session, headers)
+                return await self._usable(caller, head, headers), "header"
+            case ById(rollout_id, how):
+                return await self._usable(caller, await self.owned(caller, rollout_id), headers), how
+            case BySession(session):
+                return await self._session(caller, session, headers), "header"
+            case Nobody():
+                return self._heads.add(fresh(caller, headers)), "headless"
+
+    async def _session(self, caller: Caller, session: str, headers: Mapping[str, str]) -> Head:
+        return await self._heads.session(caller.key_id, session, fresh(caller, headers, session=session))
+
+    async def _usable(self, caller: Caller, head: Head, headers: Mapping[str, str]) -> Head:
+        """The head itself if it takes another call, or the observe rollout that continues it."""
+        rollout = head.rollout
+        if head.is_open and not head.is_full:
+            return head
+        if rollout.mode == "observe":
+            session = f"continues:{rollout.id}"
+            new = fresh(caller, headers, session=session, continues=rollout.id)
+            return await self._heads.session(rollout.key_id, session, new)
+        if head.is_open:
+            raise Refused(
+                429,
+                "max_calls",
+                f"Rollout {rollout.id} has made all of its {rollout.max_calls} calls.",
+                retry=False,
+            )
+        reason = rollout.drop_reason or rollout.status or rollout.state
+        raise Refused(409, "rollout_sealed", f"Rollout {rollout.id} has ended ({reason}).", retry=False)
+
+
+def _value(headers: Mapping[str, str], name: str) -> str | None:
+    value = headers.get(name)
+    if value is not None and len(value) > VALUE_CHARS_MAX:
+        raise Refused(400, "header_too_long", f"{name} is longer than {VALUE_CHARS_MAX} characters.")
+    return value or None

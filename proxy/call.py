@@ -1,0 +1,112 @@
+"""One call on its way through the proxy."""
+
+import hashlib
+import time
+from typing import Any
+
+from capture.ids import new_id
+from capture.types import Attribution, Mode, RawCall, Rollout
+from proxy.dialects.chat import Asked, Fields
+from proxy.heads import Head
+from proxy.routes import Target, ToPolicy
+
+
+class Call:
+    """What is known of a call between its arrival and its commit; one task owns it."""
+
+    __slots__ = (
+        "alias",
+        "asked",
+        "attribution",
+        "body",
+        "captured",
+        "changed",
+        "fields",
+        "first_byte_at",
+        "handed",
+        "head",
+        "id",
+        "key",
+        "retry_count",
+        "started_at",
+        "target",
+        "upstream",
+        "version",
+    )
+
+    def __init__(
+        self,
+        *,
+        key: str,
+        body: bytes,
+        fields: Fields,
+        asked: Asked,
+        head: Head,
+        attribution: Attribution,
+        target: Target,
+        retry_count: int,
+    ) -> None:
+        self.id = new_id("c")
+        self.started_at = time.time()
+        self.key = key  # as the agent sent it
+        self.body = body
+        self.fields = fields
+        self.asked = asked
+        self.head = head
+        self.attribution = attribution
+        self.target = target
+        self.retry_count = retry_count
+        self.alias: str | None = None  # what to put into `model` of the answer; None: leave it whole
+        self.changed: dict[str, Any] = {}
+        self.upstream = target.name  # becomes the engine's incarnation
+        self.version: int | None = None
+        self.first_byte_at: float | None = None
+        self.handed = False  # to the journal
+        self.captured = False
+
+    @property
+    def mode(self) -> Mode:
+        return self.head.rollout.mode
+
+    @property
+    def policy(self) -> str | None:
+        """The policy that is asked, None for other upstreams."""
+        return self.target.policy if isinstance(self.target, ToPolicy) else None
+
+    @property
+    def new_rollout(self) -> Rollout | None:
+        """The rollout, if the store gets it with this call."""
+        return self.head.rollout if self.head.is_new else None
+
+    def headers(self) -> dict[str, str]:
+        """What every answer to this call carries."""
+        headers = {"x-hone-rollout-id": self.head.rollout.id, "x-hone-call-id": self.id}
+        if self.version is not None:
+            headers["x-hone-policy-version"] = str(self.version)
+        return headers
+
+    def record(self, status: int, response: bytes, error: str | None = None) -> RawCall:
+        """The call as the store keeps it."""
+        rollout = self.head.rollout
+        return RawCall(
+            id=self.id,
+            rollout_id=rollout.id,
+            key_id=rollout.key_id,
+            mode=rollout.mode,
+            attribution=self.attribution,
+            stream=self.asked.stream,
+            route=self.asked.model,
+            upstream=self.upstream,
+            policy=self.policy,
+            policy_version=self.version,
+            started_at=self.started_at,
+            first_byte_at=self.first_byte_at,
+            ended_at=time.time(),
+            status=status,
+            request=self.body,
+            response=response,
+            changed=self.changed,
+            retry_count=self.retry_count,
+            body_hash=hashlib.blake2b(self.body, digest_size=16).digest(),
+            error=error,
+        )

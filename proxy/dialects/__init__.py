@@ -1,0 +1,1 @@
+"""What each wire API looks like; pure."""

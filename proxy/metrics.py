@@ -1,0 +1,187 @@
+"""The one catalogue of what the proxy measures; `docs/metrics.md` has the same rows, tested.
+
+Names start with `hone_`, units are base units, and no label grows with rollouts or versions.
+"""
+
+import logging
+from typing import Literal
+
+import msgspec
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+log = logging.getLogger("hone.proxy")
+
+_DURATION = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+_COMMIT = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
+
+
+class Metric(msgspec.Struct, frozen=True):
+    """One row of the catalogue."""
+
+    name: str  # as exported; counters end in _total
+    type: Literal["counter", "gauge", "histogram"]
+    labels: tuple[str, ...]
+    meaning: str
+    buckets: tuple[float, ...] = ()
+
+
+CATALOGUE = (
+    Metric("hone_requests_total", "counter", ("route", "code"), "Model calls answered, by route and status."),
+    Metric(
+        "hone_request_duration_seconds",
+        "histogram",
+        ("route",),
+        "From the arrival of a model call to its last byte.",
+        _DURATION,
+    ),
+    Metric(
+        "hone_time_to_first_token_seconds",
+        "histogram",
+        ("route",),
+        "From the arrival of a streamed model call to the first chunk sent on.",
+        _DURATION,
+    ),
+    Metric("hone_requests_in_flight", "gauge", (), "Model calls being answered now."),
+    Metric(
+        "hone_tokens_total",
+        "counter",
+        ("route", "kind"),
+        "Tokens as upstreams counted them; kind is prompt or completion.",
+    ),
+    Metric(
+        "hone_upstream_attempts_total",
+        "counter",
+        ("route", "outcome"),
+        "Requests to upstreams: ok, client_error, connect, timeout, broken, lost_adapter or hung_up.",
+    ),
+    Metric(
+        "hone_failed_attempts_total",
+        "counter",
+        ("route",),
+        "Requests to upstreams that did not bring a whole answer, client errors and hang-ups aside.",
+    ),
+    Metric(
+        "hone_untrainable_calls_total",
+        "counter",
+        ("reason",),
+        "Calls of training rollouts that the proxy already knows cannot be trained.",
+    ),
+    Metric(
+        "hone_parameters_removed_total",
+        "counter",
+        ("parameter",),
+        "Request parameters changed in training rollouts; parameters without a name here count as other.",
+    ),
+    Metric("hone_commit_seconds", "histogram", (), "From handing a call over until it is durable.", _COMMIT),
+    Metric("hone_commit_failures_total", "counter", (), "Calls that were not durable in commit_timeout_s."),
+    Metric("hone_uncaptured_calls_total", "counter", (), "Observed calls that were served without capture."),
+    Metric("hone_undelivered_calls_total", "counter", (), "Durable calls whose agent left before their end."),
+    Metric("hone_journal_queue_bytes", "gauge", (), "Calls that wait for the journal."),
+    Metric(
+        "hone_rollouts_opened_total",
+        "counter",
+        ("attribution",),
+        "Rollouts opened: api, or by a call's header, or headless.",
+    ),
+    Metric("hone_engines_healthy", "gauge", (), "Engines that answered their last health check."),
+    Metric("hone_active_version", "gauge", (), "Version that new training rollouts use."),
+    Metric("hone_promoted_version", "gauge", (), "Version that everyone else is served."),
+    Metric(
+        "hone_swap_seconds",
+        "histogram",
+        ("stage",),
+        "Load and verify of one version on one engine; activate is from published to active.",
+        _DURATION,
+    ),
+    Metric("hone_swap_failures_total", "counter", ("stage",), "Loads and verifications that failed."),
+    Metric("hone_pins_expired_total", "counter", (), "Training rollouts dropped to make room for a version."),
+    Metric("hone_background_errors_total", "counter", ("task",), "Errors that a background task survived."),
+)
+
+# Parameters with a label of their own: agents choose names, and labels must stay few.
+NAMED = frozenset(
+    {
+        "temperature",
+        "max_tokens",
+        "max_completion_tokens",
+        "seed",
+        "top_p",
+        "top_k",
+        "min_p",
+        "presence_penalty",
+        "frequency_penalty",
+        "repetition_penalty",
+        "logit_bias",
+        "bad_words",
+        "allowed_token_ids",
+        "min_tokens",
+        "ignore_eos",
+        "parallel_tool_calls",
+        "tools",
+        "response_format",
+        "tool_choice",
+    }
+)
+
+
+class Metrics:
+    """The collectors of one proxy process, in a registry of their own."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._rows = {row.name: row for row in CATALOGUE}
+        self.requests = self._counter("hone_requests_total")
+        self.duration = self._histogram("hone_request_duration_seconds")
+        self.first_token = self._histogram("hone_time_to_first_token_seconds")
+        self.in_flight = self._gauge("hone_requests_in_flight")
+        self.tokens = self._counter("hone_tokens_total")
+        self.attempts = self._counter("hone_upstream_attempts_total")
+        self.failed_attempts = self._counter("hone_failed_attempts_total")
+        self.untrainable = self._counter("hone_untrainable_calls_total")
+        self.removed = self._counter("hone_parameters_removed_total")
+        self.commit_seconds = self._histogram("hone_commit_seconds")
+        self.commit_failures = self._counter("hone_commit_failures_total")
+        self.uncaptured = self._counter("hone_uncaptured_calls_total")
+        self.undelivered = self._counter("hone_undelivered_calls_total")
+        self.queue_bytes = self._gauge("hone_journal_queue_bytes")
+        self.opened = self._counter("hone_rollouts_opened_total")
+        self.engines_healthy = self._gauge("hone_engines_healthy")
+        self.active_version = self._gauge("hone_active_version")
+        self.promoted_version = self._gauge("hone_promoted_version")
+        self.swap_seconds = self._histogram("hone_swap_seconds")
+        self.swap_failures = self._counter("hone_swap_failures_total")
+        self.pins_expired = self._counter("hone_pins_expired_total")
+        self.errors = self._counter("hone_background_errors_total")
+
+    def count_removed(self, parameter: str) -> None:
+        """A parameter that was changed in a training request."""
+        self.removed.labels(parameter if parameter in NAMED else "other").inc()
+
+    def note(self, task: str, error: object) -> None:
+        """Count and log an error that a background task survives."""
+        self.errors.labels(task).inc()
+        log.warning("%s: %s", task, error)
+
+    def render(self) -> bytes:
+        """Prometheus' text format."""
+        return generate_latest(self.registry)
+
+    def _counter(self, name: str) -> Counter:
+        row = self._rows[name]
+        return Counter(name, row.meaning, row.labels, registry=self.registry)
+
+    def _gauge(self, name: str) -> Gauge:
+        row = self._rows[name]
+        return Gauge(name, row.meaning, row.labels, registry=self.registry)
+
+    def _histogram(self, name: str) -> Histogram:
+        row = self._rows[name]
+        return Histogram(name, row.meaning, row.labels, buckets=row.buckets, registry=self.registry)
+
+
+def table() -> str:
+    """The catalogue as the rows of `docs/metrics.md`."""
+    rows = [
+        f"| `{row.name}` | {row.type} | {', '.join(row.labels) or '-'} | {row.meaning} |" for row in CATALOGUE
+    ]
+    return "\n".join(["| name | type | labels | meaning |", "|---|---|---|---|", *rows])

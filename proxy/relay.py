@@ -1,0 +1,381 @@
+"""The hot path: a chat completion in, an upstream's answer out, captured before its end is seen.
+
+What the agent must never see before the call is durable is the terminal part: of a stream
+everything from the chunk that completes its last choice, of a whole answer the status, headers and
+body.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import msgspec
+from aiohttp import web
+
+from capture.errors import UpstreamError
+from proxy.attribution import Attributor
+from proxy.call import Call
+from proxy.commit import Committer
+from proxy.dialects import chat
+from proxy.engines import Engine, Fleet
+from proxy.keys import bearer, rollout_of
+from proxy.metrics import Metrics
+from proxy.refusal import Refused, error_chunk
+from proxy.routes import Routes, ToPolicy, ToUpstream
+from proxy.sampling import shape, untrainable
+from proxy.settings import Settings
+from proxy.sse import Splitter
+from proxy.upstream import ConnectFailed, Reply, TimedOut, Upstream
+
+HUNG_UP = 499
+_PASSED_ON = ("retry-after", "retry-after-ms", "x-should-retry", "x-request-id")
+
+
+class Relay:
+    """Serves `POST [/rollouts/{rollout_id}]/v1/chat/completions`."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        attributor: Attributor,
+        routes: Routes,
+        fleet: Fleet | None,
+        upstream: Upstream,
+        committer: Committer,
+        metrics: Metrics,
+    ) -> None:
+        self._settings = settings
+        self._attributor = attributor
+        self._routes = routes
+        self._fleet = fleet
+        self._upstream = upstream
+        self._committer = committer
+        self._metrics = metrics
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        """One call from arrival to its last byte."""
+        began = time.perf_counter()
+        route, status = "none", HUNG_UP
+        self._metrics.in_flight.inc()
+        try:
+            call = await self._accept(request)
+            route = call.target.name
+            call.head.begin()
+            try:
+                response = await self._serve(request, call)
+            finally:
+                call.head.end(captured=call.captured)
+            status = response.status
+            return response
+        except Refused as refused:
+            status = refused.status
+            return refused.response()
+        finally:
+            self._metrics.in_flight.dec()
+            self._metrics.requests.labels(route, status).inc()
+            self._metrics.duration.labels(route).observe(time.perf_counter() - began)
+
+    # -- in --------------------------------------------------------------------------------------
+
+    async def _accept(self, request: web.Request) -> Call:
+        """Who calls, what, for which rollout, to where. `Refused` for what is not served."""
+        caller = await self._attributor.caller(request.headers)
+        body = await read_body(request)
+        fields = chat.parse(body)
+        asked = chat.asked(fields)
+        target = self._routes.target(asked.model)
+        path_id = request.match_info.get("rollout_id")
+        head, attribution = await self._attributor.attribute(caller, path_id, request.headers)
+        if head.is_new:
+            self._metrics.opened.labels(attribution).inc()
+        retries = request.headers.get("x-stainless-retry-count", "0")
+        return Call(
+            key=bearer(request.headers.get("Authorization")),
+            body=body,
+            fields=fields,
+            asked=asked,
+            head=head,
+            attribution=attribution,
+            target=target,
+            retry_count=int(retries) if retries.isdecimal() and len(retries) < 5 else 0,
+        )
+
+    def _shape(self, call: Call, fleet: Fleet) -> None:
+        """Set what capture and training need in a request to the policy."""
+        rollout = call.head.rollout
+        call.version = fleet.version_for(rollout)
+        call.alias = call.asked.model
+        if rollout.mode == "train":
+            call.changed = shape(call.fields, self._settings.sampling, fleet.max_model_len)
+            for name in call.changed:
+                self._metrics.count_removed(name)
+            if reason := untrainable(call.fields):
+                self._metrics.untrainable.labels(reason).inc()
+        chat.ask_for_tokens(call.fields, call.asked)
+
+    # -- out -------------------------------------------------------------------------------------
+
+    async def _serve(self, request: web.Request, call: Call) -> web.StreamResponse:
+        partial = bytearray()  # what the upstream said so far
+        try:
+            async with self._open(call) as reply:
+                if reply.status == 200 and call.asked.stream:
+                    return await self._stream(request, call, reply, partial)
+                return await self._whole(request, call, reply, partial)
+        except (asyncio.CancelledError, ConnectionResetError):
+            self._hung_up(call, bytes(partial))
+            raise
+        except UpstreamError as error:
+            self._attempt(call, _outcome(error))
+            await self._commit(call, 502, bytes(partial), str(error))
+            refused = Refused(502, "upstream_error", f"{call.target.name}: {error}")
+            return await self._deliver(request, call, refused.response(call.headers()))
+        except Refused as refused:
+            if not call.handed:
+                await self._commit(call, refused.status, b"", refused.message)
+            return await self._deliver(request, call, refused.response(call.headers()))
+
+    @asynccontextmanager
+    async def _open(self, call: Call) -> AsyncIterator[Reply]:
+        """The upstream's answer, from its head on; closed, and so cancelled, on every way out."""
+        if isinstance(call.target, ToUpstream):
+            body, key = self._for_upstream(call, call.target)
+            reply = await self._upstream.post(call.target.url + "/chat/completions", body, key)
+            try:
+                yield reply
+            finally:
+                reply.close()
+            return
+        fleet = self._fleet_for(call.target)
+        self._shape(call, fleet)
+        assert call.version is not None
+        deadline = time.monotonic() + self._settings.engines.engine_wait_s
+        while True:
+            engine = await fleet.wait(call.head.rollout.id, call.version, deadline)
+            with engine.using(call.version):
+                found = await self._ask_engine(call, fleet, engine)
+                if found is None:
+                    continue
+                try:
+                    yield found
+                finally:
+                    found.close()
+                return
+
+    async def _ask_engine(self, call: Call, fleet: Fleet, engine: Engine) -> Reply | None:
+        """Its answer; None if it saw nothing of the call, or has lost the adapter: try again."""
+        assert call.version is not None
+        name = fleet.name(engine, call.version)
+        if name is None:
+            return None
+        call.fields["model"] = chat.quote(name)
+        call.upstream = engine.incarnation
+        try:
+            reply = await self._upstream.post(
+                engine.url + "/v1/chat/completions", chat.encode(call.fields), None
+            )
+        except ConnectFailed:
+            self._attempt(call, "connect")
+            fleet.suspect(engine)
+            return None
+        if reply.status != 404:
+            return reply
+        reply.close()
+        self._attempt(call, "lost_adapter")
+        fleet.suspect(engine)
+        return None
+
+    def _for_upstream(self, call: Call, target: ToUpstream) -> tuple[bytes, str | None]:
+        """Body and key for an OpenAI-compatible upstream: the agent's own bytes, but for the model."""
+        if call.mode == "train":
+            self._metrics.untrainable.labels("provider").inc()
+        body = call.body
+        if target.model is not None:
+            call.alias = call.asked.model
+            call.fields["model"] = chat.quote(target.model)
+            body = chat.encode(call.fields)
+        if target.passthrough:
+            return body, (call.key or None) if rollout_of(call.key) is None else None
+        return body, target.key
+
+    def _fleet_for(self, target: ToPolicy) -> Fleet:
+        if self._fleet is None:
+            raise Refused(503, "no_engine", f"No engine is configured for {target.policy!r}.", retry=False)
+        return self._fleet
+
+    # -- whole answers ---------------------------------------------------------------------------
+
+    async def _whole(
+        self, request: web.Request, call: Call, reply: Reply, partial: bytearray
+    ) -> web.StreamResponse:
+        body = await reply.read()
+        partial += body
+        call.first_byte_at = time.time()
+        if reply.status >= 500 or not (reply.status == 200 or reply.status >= 400):
+            raise UpstreamError(f"the upstream answered {reply.status}: {_excerpt(body)}")
+        headers = call.headers()
+        content_type = "application/json"
+        if reply.status == 200:
+            stripped, usage = chat.strip(body, _wanted(call), call.alias)
+            self._count_tokens(call, usage)
+        else:
+            stripped = body
+            content_type = reply.headers.get("content-type", content_type)
+            headers |= {name: reply.headers[name] for name in _PASSED_ON if name in reply.headers}
+        self._attempt(call, "ok" if reply.status == 200 else "client_error")
+        if not await self._commit(call, reply.status, body):
+            headers |= self._uncaptured(call)
+        headers["content-type"] = content_type
+        return await self._deliver(
+            request, call, web.Response(status=reply.status, body=stripped, headers=headers)
+        )
+
+    async def _deliver(
+        self, request: web.Request, call: Call, response: web.StreamResponse
+    ) -> web.StreamResponse:
+        """Send a whole answer; a durable call whose agent has left meanwhile is undelivered."""
+        try:
+            await response.prepare(request)
+            await response.write_eof()
+        except (asyncio.CancelledError, ConnectionResetError):
+            if call.captured:
+                self._committer.undelivered(call.id)
+            raise
+        return response
+
+    # -- streams ---------------------------------------------------------------------------------
+
+    async def _stream(
+        self, request: web.Request, call: Call, reply: Reply, partial: bytearray
+    ) -> web.StreamResponse:
+        if not reply.is_stream:
+            raise UpstreamError(f"a stream was asked for, {reply.headers.get('content-type')!r} came")
+        state = chat.Stream(_wanted(call), call.alias)
+        splitter = Splitter(self._settings.limits.chunk_bytes_max)
+        response: web.StreamResponse | None = None
+        try:
+            async for data in reply.chunks():
+                partial += data
+                out = b"".join([state.take(chunk) for chunk in splitter.feed(data)])
+                if state.error is not None:
+                    raise UpstreamError(f"the upstream broke off: {state.error[:500]}")
+                if out:
+                    response = response or await self._begin(request, call)
+                    await response.write(out)
+            if not (state.done or state.complete):
+                raise UpstreamError("the stream ended before its end was said")
+        except UpstreamError as error:
+            if response is None:
+                raise
+            self._attempt(call, _outcome(error))
+            await self._commit(call, 200, bytes(partial), str(error))
+            return await self._finish(call, response, error_chunk("upstream_error", str(error)))
+        self._attempt(call, "ok")
+        self._count_tokens(call, state.usage)
+        return await self._end(request, call, response, state, bytes(partial))
+
+    async def _begin(
+        self, request: web.Request, call: Call, more: dict[str, str] | None = None
+    ) -> web.StreamResponse:
+        """Send the head of a stream."""
+        call.first_byte_at = time.time()
+        self._metrics.first_token.labels(call.target.name).observe(call.first_byte_at - call.started_at)
+        headers = {**call.headers(), "cache-control": "no-cache", **(more or {})}
+        headers["content-type"] = "text/event-stream; charset=utf-8"
+        response = web.StreamResponse(headers=headers)
+        await response.prepare(request)
+        return response
+
+    async def _end(
+        self,
+        request: web.Request,
+        call: Call,
+        response: web.StreamResponse | None,
+        state: chat.Stream,
+        body: bytes,
+    ) -> web.StreamResponse:
+        """Commit, then let the agent see the end."""
+        if await self._commit(call, 200, body):
+            response = response or await self._begin(request, call)
+            return await self._finish(call, response, state.held)
+        try:
+            more = self._uncaptured(call)
+        except Refused as refused:
+            if response is None:
+                raise
+            return await self._finish(call, response, error_chunk(refused.code, refused.message))
+        response = response or await self._begin(request, call, more)
+        return await self._finish(call, response, state.held)
+
+    async def _finish(self, call: Call, response: web.StreamResponse, last: bytes) -> web.StreamResponse:
+        try:
+            await response.write(last)
+            await response.write_eof()
+        except (asyncio.CancelledError, ConnectionResetError):
+            if call.captured:
+                self._committer.undelivered(call.id)
+            raise
+        return response
+
+    # -- capture ---------------------------------------------------------------------------------
+
+    async def _commit(self, call: Call, status: int, response: bytes, error: str | None = None) -> bool:
+        """Make the call durable. False where that failed: the caller decides what the agent sees."""
+        call.handed = True
+        raw = call.record(status, response, error)
+        call.captured = await self._committer.commit(raw, call.new_rollout)
+        return call.captured
+
+    def _uncaptured(self, call: Call) -> dict[str, str]:
+        """Headers of an observed call that is served all the same; `Refused` in train and eval."""
+        if call.mode != "observe":
+            raise Refused(503, "capture_failed", "The call could not be made durable.", retry=True)
+        self._metrics.uncaptured.inc()
+        return {"x-hone-captured": "false"}
+
+    def _hung_up(self, call: Call, partial: bytes) -> None:
+        """The agent left: the upstream is cut by now; what it said is kept with status 499."""
+        if call.handed:
+            return
+        self._attempt(call, "hung_up")
+        call.handed = call.captured = True
+        self._committer.commit_later(call.record(HUNG_UP, partial), call.new_rollout)
+
+    def _attempt(self, call: Call, outcome: str) -> None:
+        route = call.target.name
+        self._metrics.attempts.labels(route, outcome).inc()
+        if outcome not in ("ok", "client_error", "hung_up"):
+            self._metrics.failed_attempts.labels(route).inc()
+
+    def _count_tokens(self, call: Call, usage: chat.Usage) -> None:
+        route = call.target.name
+        self._metrics.tokens.labels(route, "prompt").inc(usage.prompt_tokens)
+        self._metrics.tokens.labels(route, "completion").inc(usage.completion_tokens or 0)
+
+
+async def read_body(request: web.Request) -> bytes:
+    """The request's body; `Refused` 413 over the limit."""
+    try:
+        return await request.read()
+    except web.HTTPRequestEntityTooLarge as error:
+        raise Refused(413, "body_too_large", f"The body is too large: {error.text}") from None
+
+
+def _wanted(call: Call) -> chat.Asked:
+    """What must stay in the answer: of a foreign upstream's everything."""
+    if call.policy is not None:
+        return call.asked
+    return msgspec.structs.replace(call.asked, ids=True, logprobs=True, usage=True)
+
+
+def _outcome(error: UpstreamError) -> str:
+    if isinstance(error, ConnectFailed):
+        return "connect"
+    if isinstance(error, TimedOut):
+        return "timeout"
+    return "broken"
+
+
+def _excerpt(body: bytes) -> str:
+    return body[:300].decode(errors="replace")

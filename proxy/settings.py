@@ -1,0 +1,123 @@
+"""What the proxy can be told. `hone/config.py` fills these from `hone.toml`; nothing here reads it."""
+
+import ipaddress
+from typing import Literal
+
+import msgspec
+
+from capture.errors import ConfigError
+from capture.types import Scope
+
+
+class Key(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An API key: only the hash of it is configured."""
+
+    id: str  # the namespace that every rollout, session and call of this key lives in
+    sha256: str  # hex SHA-256 of a secret of at least 128 random bits
+    scopes: tuple[Scope, ...] = ("infer",)
+
+
+class Route(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where a model name leads: exactly one of `to`, `url` and `provider`."""
+
+    to: str | None = None  # another route or the policy
+    url: str | None = None  # an OpenAI-compatible server, with its /v1
+    model: str | None = None  # the name it is asked for there; None: the name the agent used
+    key_env: str | None = None  # name of the secret that is sent to it as bearer key
+    auth: Literal["none", "passthrough"] = "none"  # passthrough: the agent's own key is sent to it
+    provider: str | None = None  # a LiteLLM model name
+
+
+class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How training rollouts sample; eval and observe sample as the agent asks."""
+
+    temperature: float = 1.0  # > 0
+    max_tokens: int = 2048  # cap a call; clamped to what the engine can hold
+    grammar: Literal["honour", "strip"] = "honour"  # honour: served, but such a call is not trainable
+
+
+class Deadlines(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How long an upstream may take, in seconds."""
+
+    connect_s: float = 5.0  # until a connection stands
+    read_s: float = 300.0  # until the first byte, and between any two reads
+    total_s: float = 900.0  # until the last byte
+    retries: int = 1  # further attempts after a reused connection proved dead, nothing sent downstream
+    retry_jitter_s: float = 0.05  # upper bound of the random pause before one
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Bounds on everything that a peer controls."""
+
+    body_bytes_max: int = 16 << 20  # of a request
+    response_bytes_max: int = 64 << 20  # of an upstream's answer, streams included
+    chunk_bytes_max: int = 4 << 20  # of one server-sent chunk
+    connections_max: int = 1024  # to all upstreams together
+    rollouts_cached: int = 10_000  # heads kept in memory over the store
+    max_calls: int = 30  # a training or eval rollout that did not say
+
+
+class Engines(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The vLLM servers of the policy and how new versions reach them."""
+
+    urls: tuple[str, ...] = ()  # without /v1
+    health_interval_s: float = 1.0  # between looks at one engine
+    health_timeout_s: float = 5.0  # of one look
+    engine_wait_s: float = 30.0  # a call waits that long for an engine that serves its version, then 503
+    poll_s: float = 0.1  # between looks at the store for new versions
+    load_timeout_s: float = 60.0  # of one load, verify or unload request
+    load_attempts: int = 3  # failed loads of one version on one engine before it counts as failed
+    activate_timeout_s: float = 30.0  # then a version activates without the engines that are not done
+    versions_max: int = 6  # adapters live at once; at most the engine's --max-loras
+    unload_grace_s: float = 5.0  # a version that nobody needs stays loaded that long
+    verify_floor: float = 1e-3  # nats; least mean |difference| of canary logprobs that means anything
+    verify_floor_max: float = 0.1  # a base further than this from the learner's base is another model
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Everything `hone proxy` can be told."""
+
+    host: str = "127.0.0.1"  # beyond loopback only with keys
+    port: int = 8000  # 0: any free one
+    public_url: str | None = None  # what `base_url` of an opened rollout starts with; None: the Host header
+    keys: tuple[Key, ...] = ()  # none: everything is one tenant, on loopback only
+    policy: str | None = "policy"  # the model that is trained; None: capture only
+    routes: dict[str, Route] = {}  # model name -> where it leads; "*" catches every other name
+    sampling: Sampling = Sampling()
+    deadlines: Deadlines = Deadlines()
+    limits: Limits = Limits()
+    engines: Engines = Engines()
+    commit_timeout_s: float = 10.0  # a call that is not durable by then is refused (observe: served)
+    drain_s: float = 10.0  # calls in flight get this long after SIGTERM
+    in_flight_interval_s: float = 1.0  # between records of the rollouts that have calls in flight
+    head_ttl_s: float = 1.0  # a cached rollout head is read again after this
+    finish_wait_s: float = 2.0  # finishing waits this long for the rollout's calls in flight
+    lease_ttl_s: float = 5.0  # of the activator lease and of the in-flight record
+
+
+def check(settings: Settings) -> None:
+    """Raise `ConfigError`, naming the setting, for what cannot work."""
+    if not settings.keys and not is_loopback(settings.host):
+        raise ConfigError(
+            f"proxy.host = {settings.host!r} is reachable from other machines, and without proxy.keys "
+            "anybody there could use it: configure proxy.keys, or bind to 127.0.0.1"
+        )
+    for key in settings.keys:
+        if len(key.sha256) != 64 or not set(key.sha256.lower()) <= set("0123456789abcdef"):
+            raise ConfigError(f"proxy.keys: the key {key.id!r} needs sha256 as 64 hex digits")
+    if len({key.id for key in settings.keys}) != len(settings.keys):
+        raise ConfigError("proxy.keys: two keys have one id")
+    if settings.sampling.temperature <= 0:
+        raise ConfigError("proxy.sampling.temperature must be above 0: greedy sampling cannot be trained")
+    if settings.sampling.max_tokens < 1:
+        raise ConfigError("proxy.sampling.max_tokens must be at least 1")
+
+
+def is_loopback(host: str) -> bool:
+    """True iff `host` names this machine's loopback interface."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,1 @@
+"""Seal rollouts, score them with the reward script, close their groups."""

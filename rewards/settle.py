@@ -1,0 +1,66 @@
+"""Settling: once every call of a sealed rollout is parsed, its graph says what may be trained."""
+
+from collections import OrderedDict
+
+from capture.graph import CallGraph, build, fates
+from capture.store import Store
+from capture.types import ModelCall, Rollout
+from rewards.trace import Trace, build_trace
+
+SETTLES_PER_STEP = 32
+KEPT_MAX = 256
+
+
+def main_branch(graph: CallGraph, policy: str | None) -> list[ModelCall]:
+    """The branch that the script judges, root first: that of the last call of the rollout's policy that
+    was answered; where there is none, of the last answered call; else of the last call. Late calls are
+    passed over. A judge or a sub-agent on another model is so never mistaken for the agent."""
+    calls = [node.call for node in graph.nodes.values() if not node.call.late]
+    if not calls:
+        return []
+    last = max(
+        calls, key=lambda call: (call.response is not None, call.policy == policy, call.started_at, call.id)
+    )
+    return graph.path(last.id)
+
+
+class Traces:
+    """Traces of rollouts that wait for their score; at most `KEPT_MAX`, others are built again."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._kept: OrderedDict[str, Trace] = OrderedDict()
+
+    def keep(self, rollout: Rollout, calls: list[ModelCall], graph: CallGraph) -> None:
+        """Build the trace from a graph that is at hand anyway."""
+        self._kept[rollout.id] = build_trace(rollout, calls, main_branch(graph, rollout.policy))
+        if len(self._kept) > KEPT_MAX:
+            self._kept.popitem(last=False)
+
+    def of(self, rollout: Rollout) -> Trace:
+        """The rollout's trace; given out once, then forgotten."""
+        kept = self._kept.pop(rollout.id, None)
+        if kept is not None:
+            return kept
+        calls = self._store.calls(rollout.id)
+        return build_trace(rollout, calls, main_branch(build(calls), rollout.policy))
+
+
+class Settler:
+    """Settles sealed rollouts all of whose calls are ingested."""
+
+    def __init__(self, store: Store, traces: Traces, *, keep: bool) -> None:
+        self._store = store
+        self._traces = traces
+        self._keep = keep
+
+    def step(self) -> int:
+        """Settle some; how many."""
+        rollouts = self._store.settleable(SETTLES_PER_STEP)
+        for rollout in rollouts:
+            calls = self._store.calls(rollout.id)
+            graph = build(calls)
+            self._store.settle(rollout.id, fates(graph))
+            if self._keep:
+                self._traces.keep(rollout, calls, graph)
+        return len(rollouts)

@@ -1,0 +1,1 @@
+"""The runner: scenarios, agent launching, admission, evaluation."""

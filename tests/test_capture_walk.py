@@ -1,0 +1,210 @@
+"""A random walk over the store's operations: whatever happens, the sums are right after each step."""
+
+import tempfile
+from pathlib import Path
+
+from capture_makers import POLICY, model_call, raw_call, rollout
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
+
+from capture.errors import Conflict
+from capture.frames import pack
+from capture.graph import build, fates, samples
+from capture.sqlite import SqliteStore
+from capture.types import Commit, LedgerRow
+
+RUN = "run1"
+MODES = st.sampled_from(["train", "train", "train", "eval", "observe"])
+TOKENS = st.lists(st.integers(0, 9), min_size=1, max_size=4)
+STATUSES = st.sampled_from(["completed", "completed", "timeout", "failed"])
+UNTRAINABLE = st.sampled_from([None, None, None, "grammar", "no_token_ids", "error"])
+
+
+class Walk(RuleBasedStateMachine):
+    """Operations in any order, as several processes and crashes would give them."""
+
+    rollouts = Bundle("rollouts")
+    records = Bundle("records")
+
+    def __init__(self):
+        super().__init__()
+        self.directory = tempfile.TemporaryDirectory()
+        self.store = SqliteStore(Path(self.directory.name) / "store.sqlite")
+        self.store._db.execute("PRAGMA synchronous = OFF")  # nothing here is about losing power
+        self.store.start_run(RUN, POLICY, {})
+        self.epoch = self.store.acquire_lease(f"learner:{POLICY}", "learner", 3600.0)
+        self.groups = 0
+        self.ended = False
+
+    def teardown(self):
+        self.store.close()
+        self.directory.cleanup()
+
+    @rule(target=rollouts, mode=MODES, grouped=st.booleans(), fresh=st.booleans())
+    def open(self, mode, grouped, fresh):
+        self.groups += fresh
+        group = f"g_{self.groups}" if grouped and mode == "train" else None
+        opened = rollout(mode=mode, group_id=group, run_id=RUN if group else None)
+        try:
+            return self.store.open_rollout(opened, group_size=2).id
+        except Conflict:
+            return self.store.open_rollout(rollout(mode=mode)).id
+
+    @rule(
+        target=records,
+        id=rollouts,
+        status=st.sampled_from([200, 200, 200, 499, 500]),
+        policy=st.sampled_from([POLICY, POLICY, POLICY, None, "other"]),
+        body=st.sampled_from([b"a", b"b"]),
+        retry=st.integers(0, 1),
+    )
+    def call(self, id, **fields):
+        fields = {
+            "status": fields["status"],
+            "policy": fields["policy"],
+            "body_hash": fields["body"],
+            "retry_count": fields["retry"],
+        }
+        record = raw_call(id, **fields)
+        self.store.commit_calls(pack([record]), [record], [])
+        return record
+
+    @rule(record=records)
+    def commit_again(self, record):
+        self.store.commit_calls(pack([record]), [record], [])
+
+    @rule(record=records)
+    def hang_up(self, record):
+        self.store.mark_undelivered([record.id])
+
+    @rule(data=st.data(), sampled=TOKENS, untrainable=UNTRAINABLE)
+    def ingest_one(self, data, sampled, untrainable):
+        pending = self.store.pending_calls(8)
+        if not pending:
+            return
+        raw = data.draw(st.sampled_from(pending)).raw
+        known = [call for call in self.store.calls(raw.rollout_id) if call.sampled_ids]
+        base = data.draw(st.sampled_from([None, *known]))
+        prompt = [1] if base is None else base.prompt_ids + base.sampled_ids + data.draw(TOKENS)
+        if untrainable == "no_token_ids":
+            fields = {"prompt_ids": [], "sampled_ids": [], "completion_tokens": len(sampled)}
+        else:
+            fields = {"prompt_ids": prompt, "sampled_ids": sampled}
+        call = model_call(
+            id=raw.id,
+            rollout_id=raw.rollout_id,
+            untrainable="provider" if raw.policy is None else untrainable,
+            **{"policy": raw.policy, "retry_count": raw.retry_count, "body_hash": raw.body_hash, **fields},
+        )
+        bases = {} if base is None or not fields["prompt_ids"] else {call.id: (base.id, len(prompt) - 1, 0)}
+        if base is not None and bases:
+            bases[call.id] = (base.id, len(base.prompt_ids) + len(base.sampled_ids), 0)
+        self.store.save_calls([call], bases)
+        self.store.save_calls([call], bases)
+
+    @rule(id=rollouts, status=STATUSES)
+    def seal(self, id, status):
+        try:
+            self.store.seal_rollout(id, status)
+        except Conflict:
+            assert self.store.rollout(id).status != status
+
+    @rule()
+    def settle(self):
+        for ready in self.store.settleable():
+            graph = build(self.store.calls(ready.id))
+            self.store.settle(ready.id, fates(graph))
+            again = build(self.store.calls(ready.id))
+            assert samples(again) == samples(graph)
+
+    @rule(good=st.integers(0, 3), reward=st.floats(-1, 1))
+    def score(self, good, reward):
+        for ready in self.store.scoreable(3):
+            if good:
+                self.store.save_score(ready.id, reward, {"reward": reward}, "script")
+            else:
+                self.store.save_reward_error(ready.id, "boom", "script")
+
+    @rule(id=rollouts, value=st.floats(-1, 1))
+    def post(self, id, value):
+        try:
+            self.store.post_score(id, "thumbs", value, "user")
+        except Conflict:
+            assert self.store.rollout(id).state in ("taken", "trained")
+
+    @rule()
+    def close_groups(self):
+        for group in self.store.open_groups():
+            members = self.store.rollouts(group_id=group.id, states=["scored"])
+            self.store.close_group(group.id, [one.id for one in members], {})
+
+    @rule(staleness=st.integers(0, 2), groups=st.integers(1, 3))
+    def take(self, staleness, groups):
+        wanted = {"groups": groups, "batch_wait_s": 0.0, "staleness_max": staleness}
+        batch = self.store.take_batch(RUN, epoch=self.epoch, **wanted)
+        if batch is not None:
+            assert self.store.take_batch(RUN, epoch=self.epoch, **wanted) == batch
+
+    @rule(zero=st.booleans())
+    def learn(self, zero):
+        batch = self.store.take_batch(RUN, epoch=self.epoch, groups=2, batch_wait_s=0.0, staleness_max=2)
+        if batch is None:
+            return
+        rows = []
+        for one in (one for group in batch.groups for one in group):
+            found = samples(build(self.store.calls(one.id)))
+            owned = sum(sum(sample.loss_mask) for sample in found)
+            rows.append(LedgerRow(one.id, 0 if zero else owned, owned if zero else 0, 0.0))
+        commit = Commit(
+            batch_id=batch.id,
+            run_id=RUN,
+            lineage=f"l_{RUN}",
+            epoch=self.epoch,
+            step=self.store.lineage(RUN).step + 1,
+            checkpoint="c",
+            rows=rows,
+            metrics={},
+            new_version=not zero,
+        )
+        assert self.store.commit_batch(commit) == self.store.commit_batch(commit)
+
+    @rule()
+    def drop_batch(self):
+        batch = self.store.take_batch(RUN, epoch=self.epoch, groups=2, batch_wait_s=0.0, staleness_max=2)
+        if batch is not None:
+            self.store.drop_batch(batch.id, "nonfinite", self.epoch)
+
+    @rule()
+    def expire(self):
+        self.store.expire_pins(POLICY, 0)
+
+    @rule()
+    def prune(self):
+        self.store.prune_frames(-1.0)
+
+    @rule(sure=st.integers(0, 9))
+    def end(self, sure):
+        if sure == 0:
+            self.store.end_run(RUN, "run_ended")
+            self.ended = True
+
+    @rule()
+    def restart(self):
+        path = self.store.path
+        self.store.close()
+        self.store = SqliteStore(path)
+        self.store._db.execute("PRAGMA synchronous = OFF")
+
+    @invariant()
+    def everything_adds_up(self):
+        assert self.store.verify() == []
+        assert self.store.balance(POLICY).exact
+        if self.ended and not self.store.rollouts(states=["open", "sealed", "ingested"], mode="train"):
+            assert self.store.balance(POLICY).pending == 0
+
+
+Walk.TestCase.settings = settings(
+    max_examples=25, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+)
+test_walk = Walk.TestCase

@@ -1,0 +1,48 @@
+from pathlib import Path
+
+import msgspec
+import pytest
+from learner_world import make_base, settings
+
+from capture.errors import ConfigError
+from learner.model import Model, base_path, fingerprint
+from learner.settings import Settings
+
+
+def test_alpha_is_the_rank_unless_set() -> None:
+    assert Settings(base_model="x", lora_rank=8).alpha == 8.0
+    assert Settings(base_model="x", lora_rank=8, lora_alpha=16).alpha == 16.0
+
+
+def test_errors_name_the_setting() -> None:
+    with pytest.raises(ConfigError, match=r"learner\.kl_coef"):
+        Settings(base_model="x", kl_coef=0.01)
+    with pytest.raises(ConfigError, match=r"learner\.targets"):
+        Settings(base_model="x", targets=["q_proj", "lm_head"])
+    with pytest.raises(ConfigError, match=r"learner\.base_model"):
+        base_path("no/such-model-anywhere")
+    with pytest.raises(msgspec.ValidationError, match="learning_rate"):
+        msgspec.convert({"base_model": "x", "learning_rate": 1}, Settings)
+
+
+def test_adapter_of_another_rank_is_refused(tmp_path: Path) -> None:
+    base = make_base(tmp_path / "base")
+    small, large = (Model(settings(base, tmp_path, lora_rank=rank)) for rank in (2, 4))
+    with pytest.raises(ConfigError, match=r"learner\.lora_rank"):
+        small.load(large.adapter())
+
+
+def test_fingerprint_sees_weights_tokenizer_and_template(tmp_path: Path) -> None:
+    base = make_base(tmp_path / "base")
+    seen = {fingerprint(base)}
+    (base / "chat_template.jinja").write_text("{{ messages }}")
+    seen.add(fingerprint(base))
+    (base / "tokenizer.json").write_bytes((base / "tokenizer.json").read_bytes() + b" ")
+    seen.add(fingerprint(base))
+    weights = bytearray((base / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (base / "model.safetensors").write_bytes(weights)
+    seen.add(fingerprint(base))
+    assert len(seen) == 4
+    (base / "README.md").write_text("unrelated")
+    assert fingerprint(base) in seen
