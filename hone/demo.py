@@ -16,11 +16,12 @@ import msgspec
 from capture.errors import Conflict, HoneError
 from capture.store import Store
 from hone.cli.common import supervise
-from hone.config import Config, redacted
+from hone.config import Config
 from hone.counters import client_failures, engine_failures
 from hone.environment import for_agents, proxy_url
 from hone.evidence import EVAL, REQUESTS, TIMES, summarise
 from hone.parts import serving, training
+from hone.printing import redacted
 from hone.progress import Progress
 from hone.state import Kind, State, running
 from hone.summary import Summary
@@ -151,7 +152,7 @@ def clear(out: Path) -> None:
             raise Conflict(f"a demonstration runs in {out} (pid {state.pid})")
     for name in OURS:
         shutil.rmtree(out / name, ignore_errors=True)
-    for path in [*out.glob("hone.sqlite*"), *out.glob("*.json*"), *out.glob("curve.png")]:
+    for path in [*out.glob("hone.db*"), *out.glob("*.json*"), *out.glob("curve.png")]:
         path.unlink()
 
 

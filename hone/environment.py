@@ -2,8 +2,9 @@
 
 from collections.abc import Mapping
 
-from hone.config import ENV_PREFIX, Config
+from hone.config import Config
 from hone.process import MARKER
+from hone.sections import ENV_PREFIX
 
 
 def for_agents(environ: Mapping[str, str]) -> dict[str, str]:

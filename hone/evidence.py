@@ -1,13 +1,13 @@
 """The summary of a demonstration, computed from the store alone."""
 
 import statistics
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from capture.errors import NotFound
 from capture.store import Store
-from capture.types import EngineVersion, Rollout, StepRow, Version
+from capture.types import Rollout, StepRow, Version
 from hone.summary import (
     Adapters,
     Column,
@@ -19,6 +19,7 @@ from hone.summary import (
 )
 
 EVAL, REQUESTS, TIMES = "eval", "requests", "times"  # kinds of metrics rows that a demonstration writes
+SWAP = "swap"  # and the one that the proxy writes at each activation
 PAGE = 1000
 
 
@@ -41,7 +42,7 @@ def summarise(store: Store, run_id: str) -> Summary:
         calls=sum(rollout.call_count for rollout in rollouts),
         wall_s=times["wall_s"],
         cold_s=times["cold_s"],
-        adapters=adapters(store.versions(policy), store.engine_versions(policy), rollouts),
+        adapters=adapters(store.versions(policy), store.get_metrics(run_id, SWAP), rollouts),
         failed_requests=failed_requests(store, run_id),
         mismatch=mismatch(steps, rollouts, balance.trained),
         tokens=Tokens(
@@ -88,16 +89,16 @@ def column(store: Store, evals: Sequence[Mapping[str, Any]], name: str) -> Colum
 
 
 def adapters(
-    versions: Sequence[Version], engines: Sequence[EngineVersion], rollouts: Sequence[Rollout]
+    versions: Sequence[Version], swaps: Sequence[Mapping[str, Any]], rollouts: Sequence[Rollout]
 ) -> Adapters:
-    """Count distinct weights by what became of them."""
+    """Count distinct weights by what became of them; `swaps` are the activator's notes."""
     hashes = {version.version: version.sha256 for version in versions if version.sha256}
     activated = {v.version for v in versions if v.activated_at is not None} & set(hashes)
-    in_flight = {row.version for row in engines if row.in_flight > 0} & activated
+    in_flight = {swap["version"] for swap in swaps if swap["in_flight"] > 0} & activated
     sampled = {
         r.policy_version for r in rollouts if r.call_count and r.policy_version is not None
     } & activated
-    dull = {row.version for row in engines if row.state == "indistinguishable"} & set(hashes)
+    dull = {swap["version"] for swap in swaps if "indistinguishable" in swap["states"]} & set(hashes)
 
     def distinct(numbers: set[int]) -> int:
         return len({hashes[number] for number in numbers})
@@ -184,8 +185,3 @@ def seen(store: Store, rollouts: Sequence[Rollout], evals: Sequence[Mapping[str,
 def last_texts(store: Store, rollout_id: str) -> set[str]:
     """The last message of each call's request."""
     return {str(call.messages[-1].get("content")) for call in store.calls(rollout_id) if call.messages}
-
-
-def outcomes(rollouts: Sequence[Rollout]) -> Counter[str]:
-    """Rollouts by state."""
-    return Counter(rollout.state for rollout in rollouts)

@@ -106,9 +106,10 @@ class Progress:
     def _plain(self, view: View) -> None:
         for row in view.steps[self._shown :]:
             print(line(row, view.rollouts_s), file=self._out, flush=True)
-        if not view.steps and view.waiting_for != self._sentence:
+        kind = view.waiting_for.split(":")[0]
+        if not view.steps and kind != self._sentence:  # the numbers behind the colon change all the time
             print(view.waiting_for, file=self._out, flush=True)
-        self._shown, self._sentence = len(view.steps), view.waiting_for
+        self._shown, self._sentence = len(view.steps), kind
 
     def _view(self) -> View:
         status = look(self._store, self._store.lineage(self._run_id).policy, self._supervisors())

@@ -1,10 +1,14 @@
 """Ends what a supervisor leaves behind when it is killed and cannot clean up itself.
 
-Run as a script with the supervisor's token; standard input is a pipe whose other end only the
-supervisor holds. End of file means that it is gone: every process that carries the token in its
-environment gets SIGKILL, whatever group or session it has moved to. Standard library only.
+Run as a script with the supervisor's marker; standard input is a pipe whose other end only the
+supervisor holds. It writes `+<group>` for each process group that it starts and `-<group>` for each
+that it ended. End of file means that the supervisor is gone: the groups that are left get SIGKILL,
+and so does every process that carries the marker in its environment, whatever group it has moved to.
+Both are needed: vLLM's engine process overwrites its environment, agents have groups of their own.
+Standard library only.
 """
 
+import contextlib
 import os
 import signal
 import sys
@@ -38,21 +42,27 @@ def sweep(marker: bytes, spare: frozenset[int] = frozenset()) -> int:
         if not pids:
             break
         for pid in pids:
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
                 kills += 1
-            except ProcessLookupError:
-                pass
         time.sleep(PAUSE_S)
     return kills
 
 
 def main() -> None:
-    """Wait for end of file, then sweep."""
+    """Keep the list of groups until end of file, then kill and sweep."""
     for name in ("SIGINT", "SIGTERM", "SIGHUP"):
         signal.signal(getattr(signal, name), signal.SIG_IGN)
-    while sys.stdin.buffer.read(4096):
-        pass
+    groups: set[int] = set()
+    for line in sys.stdin.buffer:
+        group = int(line[1:])
+        if line.startswith(b"+"):
+            groups.add(group)
+        else:
+            groups.discard(group)
+    for group in groups:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(group, signal.SIGKILL)
     sweep(sys.argv[1].encode())
 
 

@@ -77,7 +77,7 @@ class StoreSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """`[capture]`, the part that says where the store is."""
 
     path: str = ""
-    """The SQLite file; empty: `<run.dir>/hone.sqlite`."""
+    """The SQLite file; empty: `<run.dir>/hone.db`."""
 
 
 class EvalSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -102,7 +102,7 @@ class Supervisor:
         self._processes: dict[str, asyncio.subprocess.Process] = {}
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
-        self._reaper: subprocess.Popen[bytes] | None = None
+        self._reaper: subprocess.Popen[str] | None = None
 
     # -- what others may ask ---------------------------------------------------------------------
 
@@ -110,6 +110,11 @@ class Supervisor:
     def marker(self) -> str:
         """`NAME=value` that stands in the environment of every process below this supervisor."""
         return f"{process.MARKER}={self._token}"
+
+    @property
+    def reaper_pid(self) -> int | None:
+        """The process that cleans up if this one is killed."""
+        return self._reaper.pid if self._reaper else None
 
     def status(self, name: str) -> PartStatus:
         """The part as it is now."""
@@ -198,6 +203,7 @@ class Supervisor:
                 preexec_fn=process.die_with_parent(),
             )
         self._processes[part.name] = child
+        self._tell_reaper(f"+{child.pid}")
         self._set(part, "starting", pid=child.pid)
         probe = asyncio.create_task(self._probe(part, child))
         try:
@@ -207,6 +213,7 @@ class Supervisor:
             if self._processes.get(part.name) is child and child.returncode is not None:
                 del self._processes[part.name]
                 process.kill_group(child.pid)  # what it started must not outlive it
+                self._tell_reaper(f"-{child.pid}")
 
     async def _probe(self, part: Part, child: asyncio.subprocess.Process) -> None:
         if part.ready_url is not None and not await self._answers(part.ready_url, part.ready_timeout_s):
@@ -266,7 +273,8 @@ class Supervisor:
             yield
         finally:
             if self._reaper and self._reaper.stdin:
-                self._reaper.stdin.close()
+                with contextlib.suppress(BrokenPipeError):
+                    self._reaper.stdin.close()
                 self._reaper.wait()
 
     def _keep_reaper(self) -> None:
@@ -276,7 +284,16 @@ class Supervisor:
             [sys.executable, "-I", "-S", reaper.__file__, self.marker],
             stdin=subprocess.PIPE,
             start_new_session=True,
+            text=True,
         )
+        for child in self._processes.values():
+            self._tell_reaper(f"+{child.pid}")
+
+    def _tell_reaper(self, line: str) -> None:
+        if self._reaper and self._reaper.stdin:
+            with contextlib.suppress(BrokenPipeError):  # a new one is told everything
+                self._reaper.stdin.write(line + "\n")
+                self._reaper.stdin.flush()
 
     # -- bookkeeping -----------------------------------------------------------------------------
 

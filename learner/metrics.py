@@ -68,6 +68,7 @@ CATALOGUE = (
     gauge("mismatch_max_nats", "Largest |learner - engine| under the sampling version.", "mismatch_max"),
     gauge("mismatch_mean_nats", "Mean |learner - engine| under the sampling version.", "mismatch_mean"),
     gauge("mismatch_versions", "Sampling versions compared."),
+    gauge("mismatch_missing", "Sampling versions whose adapter is gone, so they were not compared."),
     gauge(
         "mismatch_wrong_adapter_max_nats",
         "Largest |learner - engine| under a wrong adapter; must exceed mismatch_max_nats.",
@@ -106,7 +107,7 @@ class Metrics:
             try:
                 self._server, self._thread = start_http_server(self.port, self._host, self.registry)
             except OSError as error:
-                raise ConfigError(f"learner.metrics_port: {self._host}:{self.port}: {error}") from error
+                raise ConfigError(f"train.metrics_port: {self._host}:{self.port}: {error}") from error
             self.port = self._server.server_port
         return self
 

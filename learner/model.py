@@ -21,7 +21,6 @@ from capture.errors import ConfigError
 from learner import attention
 from learner.batch import MicroBatch
 from learner.logprobs import token_logprobs
-from learner.lora import replace_layers
 from learner.settings import Settings
 
 Tensors = dict[str, Tensor]
@@ -36,7 +35,7 @@ def base_path(base_model: str) -> Path:
     try:
         return Path(snapshot_download(base_model, local_files_only=True))
     except (LocalEntryNotFoundError, ValueError) as error:
-        raise ConfigError(f"learner.base_model: no model at {base_model!r}: {error}") from error
+        raise ConfigError(f"policy.base_model: no model at {base_model!r}: {error}") from error
 
 
 def fingerprint(base: Path) -> str:
@@ -75,7 +74,6 @@ class Model:
             for name, parameter in self._peft.named_parameters()
             if parameter.requires_grad
         }
-        replace_layers(self._peft)
 
     @property
     def vocabulary(self) -> int:
@@ -103,7 +101,7 @@ class Model:
         """Replace the adapter's weights. `ConfigError` if it has another shape than the settings say."""
         shapes = {name: p.shape for name, p in self.parameters.items()}
         if {name: tensor.shape for name, tensor in adapter.items()} != shapes:
-            raise ConfigError("learner.lora_rank, learner.targets: the stored adapter has another shape")
+            raise ConfigError("train.lora_rank, train.targets: the stored adapter has another shape")
         with torch.no_grad():
             for name, parameter in self.parameters.items():
                 parameter.copy_(adapter[name])
@@ -146,7 +144,7 @@ def require_full_attention(config: Any) -> None:
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     windowed = getattr(config, "use_sliding_window", True) and getattr(config, "sliding_window", None)
     if kinds != {"full_attention"} or windowed:
-        raise ConfigError(f"learner.base_model: {config.model_type} has attention other than full")
+        raise ConfigError(f"policy.base_model: {config.model_type} has attention other than full")
 
 
 def rounded(adapter: Tensors, dtype: str) -> Tensors:

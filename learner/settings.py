@@ -59,9 +59,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def __post_init__(self) -> None:
         """Raise `ConfigError` on what the types cannot say."""
         if self.kl_coef != 0:
-            raise ConfigError("learner.kl_coef: only 0 is supported; a KL penalty does not exist yet")
+            raise ConfigError("train.kl_coef: only 0 is supported; a KL penalty does not exist yet")
         if self.targets != "all-linear" and NEVER_SERVED.intersection(self.targets):
-            raise ConfigError("learner.targets: vLLM serves no LoRA on embeddings or the output head")
+            raise ConfigError("train.targets: vLLM serves no LoRA on embeddings or the output head")
 
     @property
     def alpha(self) -> float:

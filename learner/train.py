@@ -136,10 +136,10 @@ class Learner:
         numbers |= self.compare(batch, groups)
         self.clock.lap("mismatch_s")
         sums = self.step(batch, groups)
+        seconds = self.clock.lap("forward_backward_s")
         if sums is None:
             return
         numbers |= sums.numbers() if sums.steps else {}
-        seconds = self.clock.lap("forward_backward_s")
         numbers["tokens_per_s"] = sums.sample_tokens / seconds if sums.steps else 0.0
         version = self.commit(batch, groups, numbers, sums.steps)
         self.clock.lap("commit_s")
@@ -208,6 +208,10 @@ class Learner:
         checkpoint.sweep(self.checkpoints, self.lineage.id, head, self.lineage.step)
         publish.sweep(self.settings, self.lineage.policy)
         if head is None:
+            start = self.versions.adapter(self.lineage.start_version)
+            if start is not None:  # version 0 is the base: a fresh adapter is the same function
+                self.model.load(start)
+                self.head = self.snapshot(self.head.state)
             return
         self.restore(checkpoint.load(head))
         for version in self.store.versions(self.lineage.policy):
@@ -261,15 +265,18 @@ class Learner:
         limit = self.settings.micro_batch_tokens
         found = {}
         for version, some in chosen.items():
-            found[version] = mismatch.measure(
-                self.model, some, version, self.versions.adapter(version), limit
-            )
+            try:
+                adapter = self.versions.adapter(version)
+            except OSError as error:
+                log.warning("version %d sampled, but its adapter is gone: %s", version, error)
+                continue
+            found[version] = mismatch.measure(self.model, some, version, adapter, limit)
         newest = max(chosen, default=0)
         wrong = None
         if newest and (self.controls == 0 or self.batches % WRONG_ADAPTER_EVERY == 0):
             wrong = mismatch.measure(self.model, chosen[newest], newest, None, limit)
             self.controls += 1
-        return mismatch.report(found, wrong)
+        return mismatch.report(found, wrong) | {"mismatch_missing": float(len(chosen) - len(found))}
 
     def staleness(self, groups: Sequence[Sequence[Member]]) -> dict[str, float]:
         """How far behind the head the batch's owned tokens were sampled."""

@@ -234,7 +234,7 @@ class Activator:
         )
         if verdict.state == "failed":
             self._metrics.swap_failures.labels("verify").inc()
-            await self._unload(incarnation, version, state=None)
+            await self._unload(incarnation, version)
 
     async def _prove(self, engine: Engine, row: Version) -> tuple[Verdict, float, float]:
         """Verdict, load and verify seconds. `AdapterError` if it cannot be loaded or compared."""
@@ -334,17 +334,23 @@ class Activator:
                 await self._storage.call(store.record_engine_version, row)
         run = await self._storage.call(store.latest_run)
         if run is not None:
-            note = {"version": version, "activate_s": waited, "in_flight": sum(in_flight.values())}
+            note = {
+                "version": version,
+                "activate_s": waited,
+                "in_flight": sum(in_flight.values()),
+                "states": sorted({pair.state for pair in self._fleet.view.pairs if pair.version == version}),
+            }
             await self._storage.call(store.put_metrics, run, "swap", note)
 
-    async def _unload(self, incarnation: str, version: int, state: str | None = "unloaded") -> None:
+    async def _unload(self, incarnation: str, version: int) -> None:
+        """Take a version off an engine; one that failed there stays recorded as failed."""
         engine = self._engine(incarnation)
         if engine is None:
             return
         name = versioned(self._fleet.policy, version)
-        if state is not None:
+        if version in engine.usable:
             # No call may pick it any more before the engine forgets it.
-            await self._record(incarnation, version, state, "")
+            await self._record(incarnation, version, "unloaded", "")
             await self._fleet.refresh()
             if engine.in_flight.get(version):
                 return

@@ -59,13 +59,14 @@ class Proxy:
         self.recorded_at = time.monotonic()  # when the store last took a write of ours
         self._journal_store = SqliteStore(store_path)
         self.journal = Journal(self._journal_store, capture)
-        self.storage = Storage(SqliteStore(store_path))
+        self.storage = Storage(SqliteStore(store_path))  # what requests wait for
+        self.upkeep = Storage(SqliteStore(store_path))  # background tasks: no request waits behind them
         self.upstream = Upstream(settings.deadlines, settings.limits)
         self.heads = Heads(self.storage, settings.limits.rollouts_cached, settings.head_ttl_s)
         self.attributor = Attributor(settings.keys, self.heads)
         self.fleet: Fleet | None = None
         if settings.policy is not None and settings.engines.urls:
-            self.fleet = Fleet(settings.policy, settings.engines, self.upstream, self.storage)
+            self.fleet = Fleet(settings.policy, settings.engines, self.upstream, self.upkeep)
         self.committer = Committer(self.journal, self.storage, self.metrics, settings.commit_timeout_s)
         self.routes = Routes(settings, secrets)
         self.relay = Relay(
@@ -91,7 +92,7 @@ class Proxy:
                 self.fleet,
                 self.settings.engines,
                 self.upstream,
-                self.storage,
+                self.upkeep,
                 self.metrics,
                 holder=self.holder,
                 lease_ttl_s=self.settings.lease_ttl_s,
@@ -107,14 +108,15 @@ class Proxy:
             await self.committer.drain()
             await self.journal.close()
             await self.storage.close()
+            await self.upkeep.close()
             self._journal_store.close()
 
     async def _record_in_flight(self) -> None:
         """Tell the store every second which rollouts have calls here, so that none is sealed as idle."""
         while True:
             try:
-                await self.storage.call(
-                    self.storage.store.touch_in_flight,
+                await self.upkeep.call(
+                    self.upkeep.store.touch_in_flight,
                     self.holder,
                     self.heads.in_flight(),
                     self.settings.lease_ttl_s,

@@ -257,20 +257,20 @@ class Relay:
         try:
             async for data in reply.chunks():
                 partial += data
-                out = b"".join([state.take(chunk) for chunk in splitter.feed(data)])
-                if state.error is not None:
-                    raise UpstreamError(f"the upstream broke off: {state.error[:500]}")
-                if out:
+                out, error = state.take_all(splitter.feed(data))
+                if out and (response is not None or error is None):
                     response = response or await self._begin(request, call)
                     await response.write(out)
+                if error is not None:
+                    raise error
             if not (state.done or state.complete):
                 raise UpstreamError("the stream ended before its end was said")
-        except UpstreamError as error:
+        except UpstreamError as broken:
             if response is None:
                 raise
-            self._attempt(call, _outcome(error))
-            await self._commit(call, 200, bytes(partial), str(error))
-            return await self._finish(call, response, error_chunk("upstream_error", str(error)))
+            self._attempt(call, _outcome(broken))
+            await self._commit(call, 200, bytes(partial), str(broken))
+            return await self._finish(call, response, error_chunk("upstream_error", str(broken)))
         self._attempt(call, "ok")
         self._count_tokens(call, state.usage)
         return await self._end(request, call, response, state, bytes(partial))

@@ -23,7 +23,6 @@ START_WAIT_S = 10.0  # from a request to its answer: a fork, or a fork and an ex
 KILL_WAIT_S = 10.0  # from SIGKILL to the report that the agent has ended
 CLOSE_WAIT_S = 10.0  # the server kills what is left and ends
 SERVER_FILE = Path(__file__).with_name("forkserver.py")
-PRELOADER_FILE = Path(__file__).with_name("preload.py")
 
 
 class LaunchError(HoneError):
@@ -91,7 +90,6 @@ class AgentServer:
         server = cls(process, ours)
         options = {
             "file": file,
-            "preloader": str(PRELOADER_FILE),
             "prepare_tls": settings.prepare_tls,
             "directory": str(directory),
         }

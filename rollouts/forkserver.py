@@ -20,12 +20,9 @@ more) that each agent has for itself. When the control socket closes (the runner
 all agents are killed and the process ends. It has one thread, or forking would not be safe.
 """
 
-import atexit
-import builtins
 import contextlib
 import ctypes
 import gc
-import importlib.machinery
 import importlib.util
 import json
 import os
@@ -35,10 +32,10 @@ import shutil
 import signal
 import socket
 import sys
-import threading
-import traceback
-import types
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    from rollouts.program import Program
 
 MESSAGE_BYTES_MAX = 128 * 1024
 KILL_ROUNDS_MAX = 100
@@ -50,7 +47,8 @@ EXEC_FAILED = 127
 
 def main(control: socket.socket) -> None:
     """Read the options, preload, serve until the runner closes the socket, kill what is left."""
-    sys.path.pop(0)  # this file's directory, whose modules are not the agent's
+    here = os.path.dirname(os.path.abspath(__file__))
+    sys.path.pop(0)  # here, whose modules are not the agent's
     options: dict[str, Any] = json.load(sys.stdin)
     file: str | None = options["file"]
     environ = dict(os.environ)
@@ -58,8 +56,9 @@ def main(control: socket.socket) -> None:
     report: dict[str, Any] = {"preloaded": [], "failed": {}}
     if file is not None:
         sys.path.insert(0, os.path.dirname(os.path.realpath(file)))
-        report = _preloader(options["preloader"]).preload(file, prepare_tls=options["prepare_tls"])
-    server = Server(control, file=file, environ=environ)
+        preloader = _neighbour(here, "preload")
+        report = preloader.preload(file, prepare_tls=options["prepare_tls"])
+    server = Server(control, _neighbour(here, "program"), file=file, environ=environ)
     gc.collect()
     gc.freeze()  # what is here now is never collected in a child, so its pages stay shared
     server.send({"ready": True, "threads": _threads(), **report})
@@ -74,8 +73,11 @@ def main(control: socket.socket) -> None:
 class Server:
     """Agents by process id, and the loop that starts, reaps and kills them."""
 
-    def __init__(self, control: socket.socket, *, file: str | None, environ: dict[str, str]) -> None:
+    def __init__(
+        self, control: socket.socket, programs: Any, *, file: str | None, environ: dict[str, str]
+    ) -> None:
         self._control = control
+        self._programs = programs  # the module `rollouts.program`
         self._file = file
         self._environ = environ  # as it was before anything was imported
         self._program: Program | None = None
@@ -128,7 +130,7 @@ class Server:
 
     def _run(self, message: dict[str, Any], fds: list[int]) -> None:
         if self._file is not None:
-            self._program = Program.read(self._file, self._program)
+            self._program = self._programs.Program.read(self._file, self._program)
         # The pipe closes at exec; what is written before says why exec or chdir failed.
         trouble, trouble_writer = os.pipe2(os.O_CLOEXEC)
         self._mark += 1
@@ -170,7 +172,7 @@ class Server:
                 os.execvpe(message["argv"][0], message["argv"], {**self._environ, **message["env"]})
             os.environ.update(message["env"])
             os.close(trouble)
-            os._exit(run_program(self._program, message["argv"]))
+            os._exit(self._programs.run_program(self._program, message["argv"]))
         except BaseException as error:  # no child may ever go back into the server's loop
             with contextlib.suppress(OSError):
                 os.write(trouble, str(error).encode())
@@ -224,82 +226,6 @@ class Server:
                 os.waitpid(pid, 0)
 
 
-class Program:
-    """A Python file and its code, compiled once for as long as the file stays as it is."""
-
-    def __init__(self, file: str, stamp: tuple[int, int] | None) -> None:
-        self.file = file
-        self.stamp = stamp  # modification time in ns, size
-        self.code: types.CodeType | None = None  # None: the run compiles it, and says what is wrong
-        with contextlib.suppress(OSError, SyntaxError, ValueError):
-            self.code = self.compile()
-
-    @classmethod
-    def read(cls, file: str, known: "Program | None") -> "Program":
-        """The program, `known` itself if the file has not changed."""
-        stamp = None
-        with contextlib.suppress(OSError):
-            found = os.stat(file)
-            stamp = (found.st_mtime_ns, found.st_size)
-        return known if known is not None and known.stamp == stamp else cls(file, stamp)
-
-    def compile(self) -> types.CodeType:
-        """Its code; `OSError`, `SyntaxError` or `ValueError`."""
-        with open(self.file, "rb") as source:
-            return compile(source.read(), self.file, "exec", dont_inherit=True)
-
-
-def run_program(program: Program, argv: list[str]) -> int:
-    """Run a file as the main program, as `python file` does; the exit code."""
-    sys.argv = argv
-    sys.path[0] = os.path.dirname(os.path.realpath(program.file))
-    module = types.ModuleType("__main__")
-    module.__dict__.update(
-        __file__=program.file,
-        __builtins__=builtins,
-        __loader__=importlib.machinery.SourceFileLoader("__main__", program.file),
-        __annotations__={},
-        __cached__=None,
-    )
-    sys.modules["__main__"] = module
-    code = 0
-    try:
-        exec(program.code or program.compile(), module.__dict__)
-    except SystemExit as stop:
-        code = _exit_code(stop.code)
-    except BaseException as error:  # the boundary at which an interpreter prints and exits with 1
-        trace = error.__traceback__
-        while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
-            trace = trace.tb_next  # our frames are not the agent's
-        sys.excepthook(type(error), error.with_traceback(trace), trace)
-        code = 1
-    return _finalise(code)
-
-
-def _exit_code(value: object) -> int:
-    """What Python makes of `sys.exit(value)`."""
-    if value is None:
-        return 0
-    if isinstance(value, int):
-        return value & 0xFF
-    print(value, file=sys.stderr)
-    return 1
-
-
-def _finalise(code: int) -> int:
-    """What the interpreter does at its end: wait for threads, exit handlers, flush (120 if it fails)."""
-    try:
-        threading._shutdown()  # type: ignore[attr-defined]
-        atexit._run_exitfuncs()
-        sys.stdout.flush()
-        sys.stderr.flush()
-    except BaseException:  # as in the interpreter: said, and turned into its exit code
-        with contextlib.suppress(Exception):
-            traceback.print_exc()
-        return 120
-    return code
-
-
 def _enter_session(fds: list[int]) -> None:
     parent = os.getppid()
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -314,9 +240,10 @@ def _enter_session(fds: list[int]) -> None:
         os.close(fd)
 
 
-def _preloader(path: str) -> Any:
-    """The neighbouring module, loaded under a name that no agent imports."""
-    spec = importlib.util.spec_from_file_location("_hone_preload", path)
+def _neighbour(directory: str, name: str) -> Any:
+    """A module beside this one, loaded under a name that no agent imports."""
+    path = os.path.join(directory, f"{name}.py")
+    spec = importlib.util.spec_from_file_location(f"_hone_{name}", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from typing import Any
 
 FILES_MAX = 200
-CONTEXTS = 2  # clients of one agent that find their certificates read
+CONTEXTS = 4  # that are ready: a client needs one, and one more for each HTTP proxy it is told of
 TLS_MODULES = ("httpx", "httpx2")
 TLS_VARIABLES = ("SSL_CERT_FILE", "SSL_CERT_DIR", "SSLKEYLOGFILE")
 COMPLETION = (

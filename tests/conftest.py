@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from capture.store import Store
+from hone import reaper
 from hone.engine import launch, offline
 from hone.process import die_with_parent, kill_group
 from hone.settings import EngineSettings, PolicySettings
@@ -93,6 +94,13 @@ class start_engine:  # noqa: N801 - used as a function
                 start_new_session=True,
                 preexec_fn=die_with_parent(),
             )
+        # vLLM's engine process outlives a server that is killed: the reaper ends it if pytest dies.
+        self._reaper = subprocess.Popen(
+            [sys.executable, "-I", "-S", reaper.__file__, "no-mark"], stdin=subprocess.PIPE
+        )
+        assert self._reaper.stdin is not None
+        self._reaper.stdin.write(f"+{self._process.pid}\n".encode())
+        self._reaper.stdin.flush()
         self.engine = Engine(
             url=f"http://127.0.0.1:{port}",
             policy=POLICY,
@@ -117,6 +125,10 @@ class start_engine:  # noqa: N801 - used as a function
             self._process.wait(10)
         kill_group(self._process.pid)
         self._process.wait()
+        assert self._reaper.stdin is not None
+        self._reaper.stdin.write(f"-{self._process.pid}\n".encode())
+        self._reaper.stdin.close()
+        self._reaper.wait()
 
     def _answers(self) -> bool:
         try:

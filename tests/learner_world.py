@@ -132,6 +132,11 @@ class Attempt:
             self.logprobs[turn] = logprobs_under(model, adapter, prompt, sampled, temperature)
         return self
 
+    def at_version(self, version: int) -> "Attempt":
+        """As if that version had sampled it."""
+        self.version = version
+        return self
+
     def calls(self) -> list[tuple[list[int], list[int]]]:
         """Prompt and sampled ids of each call."""
         found, prompt = [], self.prompt
@@ -161,11 +166,13 @@ def scores_under(model: Model, adapter: Tensors | None, samples: Sequence[Sample
 class World:
     """A store with a run, into which groups of attempts are put as control would leave them."""
 
-    def __init__(self, path: Path, policy: str = "policy", run_id: str = "run") -> None:
+    def __init__(
+        self, path: Path, policy: str = "policy", run_id: str = "run", start_version: int = 0, made: int = 0
+    ) -> None:
         self.path, self.policy, self.run_id = path, policy, run_id
         self.store = SqliteStore(path)
-        self.store.start_run(run_id, policy, {})
-        self._made = 0
+        self.store.start_run(run_id, policy, {"start_version": start_version})
+        self.made = made  # rollouts
 
     def add_group(self, attempts: Sequence[Attempt]) -> list[str]:
         """Ids of the rollouts, scored and in a closed group."""
@@ -175,8 +182,8 @@ class World:
         return members
 
     def _add(self, attempt: Attempt, group_id: str, size: int) -> str:
-        self._made += 1
-        rollout_id = f"r_{self._made:06d}"
+        self.made += 1
+        rollout_id = f"r_{self.made:06d}"
         self.store.open_rollout(
             Rollout(
                 id=rollout_id,
@@ -190,7 +197,7 @@ class World:
             group_size=size,
         )
         for turn, (prompt, sampled) in enumerate(attempt.calls()):
-            self._add_call(rollout_id, f"c_{self._made:06d}_{turn}", attempt, turn, prompt, sampled)
+            self._add_call(rollout_id, f"c_{self.made:06d}_{turn}", attempt, turn, prompt, sampled)
         self.store.seal_rollout(rollout_id, "completed")
         self.store.settle(rollout_id, graph.fates(graph.build(self.store.calls(rollout_id))))
         self.store.save_score(rollout_id, attempt.reward, attempt.scores, "script")

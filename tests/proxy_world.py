@@ -79,14 +79,19 @@ async def completion(request: web.Request) -> web.Response:
     return web.json_response(COMPLETION)
 
 
-def streaming(*pieces: bytes, then: Callable[[web.StreamResponse], Awaitable[None]] | None = None) -> Handler:
-    """An answer of these bytes as a stream; `then` runs before its end."""
+def streaming(
+    *pieces: bytes,
+    pause_s: float = 0.0,
+    then: Callable[[web.StreamResponse], Awaitable[None]] | None = None,
+) -> Handler:
+    """An answer of these bytes as a stream, a pause after each; `then` runs before its end."""
 
     async def handler(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
         await response.prepare(request)
         for piece in pieces:
             await response.write(piece)
+            await asyncio.sleep(pause_s)
         if then is not None:
             await then(response)
         await response.write_eof()
@@ -124,7 +129,7 @@ class World:
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         async with self.client.post(self.url + path, data=data, headers=headers) as response:
             text = await response.text()
-            return response.status, json.loads(text), dict(response.headers)
+            return response.status, json.loads(text), {k.lower(): v for k, v in response.headers.items()}
 
     async def get(self, path: str, headers: dict[str, str] | None = None) -> tuple[int, Any]:
         async with self.client.get(self.url + path, headers=headers) as response:

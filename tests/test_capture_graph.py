@@ -226,9 +226,9 @@ def slow_excluded(call, calls):
     if any(slow_ancestors(one, calls)[:1] == [call.id] for one in calls if not one.late):
         return None
     for one in calls:
-        if (one.body_hash, one.prompt_ids) == (call.body_hash, call.prompt_ids) and not one.late:
-            if one.retry_count > call.retry_count:
-                return "superseded"
+        like = (one.body_hash, one.prompt_ids) == (call.body_hash, call.prompt_ids) and not one.late
+        if like and one.retry_count > call.retry_count:
+            return "superseded"
     return "undelivered" if call.undelivered else None
 
 

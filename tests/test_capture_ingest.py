@@ -54,12 +54,11 @@ def test_what_comes_out_is_what_was_parsed(store):
 
 
 def stored_bytes(store, rollout_id):
-    row = store._row(
+    return store._row(
         "SELECT sum(length(tokens)), sum(length(messages)) FROM contents JOIN calls ON calls.n = contents.n "
         "WHERE rollout_id = ?",
         (rollout_id,),
     )
-    return row
 
 
 def test_storage_grows_with_what_is_new_not_with_the_context(store):

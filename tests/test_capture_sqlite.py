@@ -1,5 +1,6 @@
 import subprocess
 import sys
+from pathlib import Path
 
 import apsw
 import msgspec
@@ -113,9 +114,14 @@ def test_a_file_that_is_no_store_is_corrupt(tmp_path):
 
 
 def test_many_processes_open_a_fresh_store_at_once(tmp_path):
-    code = "import sys, pathlib; from capture.sqlite import SqliteStore; SqliteStore(pathlib.Path(sys.argv[1])).close()"
+    code = (
+        "import sys, pathlib; from capture.sqlite import SqliteStore; "
+        "SqliteStore(pathlib.Path(sys.argv[1])).close()"
+    )
     path = tmp_path / "store.sqlite"
-    opening = [subprocess.Popen([sys.executable, "-c", code, path]) for _ in range(4)]
+    opening = [
+        subprocess.Popen([sys.executable, "-c", code, path], cwd=Path(__file__).parents[1]) for _ in range(4)
+    ]
     assert [process.wait(60) for process in opening] == [0] * 4
 
 
@@ -244,7 +250,7 @@ def test_committing_again_changes_nothing(store):
     commit(store, record)
     commit(store, record, raw_call(opened.id))
     assert store.rollout(opened.id).call_count == 2
-    assert [one.raw.id for one in store.pending_calls(9)][0] == record.id
+    assert [one.raw.id for one in store.pending_calls(1)] == [record.id]
     assert store.rollout_of_call(record.id) == opened.id
 
 
@@ -557,6 +563,8 @@ def test_ending_a_run_leaves_nothing_pending(store):
     assert store.groups_of_run(RUN) == {"trained": 1, "dropped": 3}
     with pytest.raises(Conflict):
         store.commit_batch(commit_of(taken, epoch))
+    with pytest.raises(Conflict, match="ended"):
+        store.open_rollout(rollout(run_id=RUN, group_id="g_5"))
     assert store.seal_rollout(open_one, "completed").state == "dropped"
 
 

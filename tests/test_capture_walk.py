@@ -4,9 +4,9 @@ import tempfile
 from pathlib import Path
 
 from capture_makers import POLICY, model_call, raw_call, rollout
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, event, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, multiple, rule
 
 from capture.errors import Conflict
 from capture.frames import pack
@@ -139,6 +139,34 @@ class Walk(RuleBasedStateMachine):
             members = self.store.rollouts(group_id=group.id, states=["scored"])
             self.store.close_group(group.id, [one.id for one in members], {})
 
+    @rule(target=rollouts, size=st.integers(2, 3), data=st.data())
+    def play_a_group(self, size, data):
+        """The straight way of a group, so that random steps also meet the later states."""
+        self.groups += 1
+        ids = []
+        for _ in range(size):
+            try:
+                opened = self.store.open_rollout(rollout(run_id=RUN, group_id=f"g_{self.groups}"))
+            except Conflict:
+                assert self.ended
+                return multiple(*ids)
+            ids.append(opened.id)
+            self.call(opened.id, status=200, policy=POLICY, body=b"a", retry=0)
+        while self.store.pending_calls(1):
+            self.ingest_one(data, [5], None)
+        for id in ids:
+            self.seal(id, "completed")
+        while self.store.settleable():
+            self.settle()
+        while self.store.scoreable(1):
+            self.score(1, 0.5)
+        if data.draw(st.booleans()):
+            self.close_groups()
+        if data.draw(st.booleans()):
+            self.learn(data.draw(st.booleans()))
+        event("played a group")
+        return multiple(*ids)
+
     @rule(staleness=st.integers(0, 2), groups=st.integers(1, 3))
     def take(self, staleness, groups):
         wanted = {"groups": groups, "batch_wait_s": 0.0, "staleness_max": staleness}
@@ -168,12 +196,14 @@ class Walk(RuleBasedStateMachine):
             new_version=not zero,
         )
         assert self.store.commit_batch(commit) == self.store.commit_batch(commit)
+        event("committed a batch")
 
     @rule()
     def drop_batch(self):
         batch = self.store.take_batch(RUN, epoch=self.epoch, groups=2, batch_wait_s=0.0, staleness_max=2)
         if batch is not None:
             self.store.drop_batch(batch.id, "nonfinite", self.epoch)
+            event("dropped a batch")
 
     @rule()
     def expire(self):
@@ -183,7 +213,7 @@ class Walk(RuleBasedStateMachine):
     def prune(self):
         self.store.prune_frames(-1.0)
 
-    @rule(sure=st.integers(0, 9))
+    @rule(sure=st.integers(0, 19))
     def end(self, sure):
         if sure == 0:
             self.store.end_run(RUN, "run_ended")
@@ -205,6 +235,6 @@ class Walk(RuleBasedStateMachine):
 
 
 Walk.TestCase.settings = settings(
-    max_examples=25, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=15, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )
 test_walk = Walk.TestCase

@@ -179,9 +179,7 @@ def test_the_third_error_loses() -> None:
 def test_a_won_game_earns_outcome_and_format() -> None:
     scenario = {**SCENARIO, "p": 1.0}
     turns = [call_turn(cell) for cell in winning_cells(scenario)]
-    scores = reward.reward(
-        trace_of(*turns, {"role": "assistant", "content": "Done."}, scenario=scenario)
-    )
+    scores = reward.reward(trace_of(*turns, {"role": "assistant", "content": "Done."}, scenario=scenario))
     assert scores == {
         "outcome": 1.0,
         "format": 1.0,

@@ -8,7 +8,9 @@ import msgspec
 import pytest
 
 from capture.errors import ConfigError
-from hone.config import SOURCES, Config, load, redacted, resolve, to_toml
+from hone.config import Config, load, resolve
+from hone.printing import redacted, to_toml
+from hone.sections import SOURCES
 
 ROOT = Path(__file__).parent.parent
 FILE = Path("/somewhere/hone.toml")
@@ -170,7 +172,7 @@ def test_what_follows_from_other_sections_is_filled_in() -> None:
     assert config.learner.base_model == "org/model"
     assert config.learner.adapter_dir == config.engine.adapter_dir == "/somewhere/out/adapters"
     assert config.learner.checkpoint_dir == "/somewhere/out/checkpoints"
-    assert config.store.path == "/somewhere/out/hone.sqlite"
+    assert config.store.path == "/somewhere/out/hone.db"
     assert config.rewards.script == "/somewhere/r.py"
     assert config.train.scenarios == "/somewhere/s.jsonl"
     assert config.eval.scenarios == ["/somewhere/e.jsonl"]

@@ -51,7 +51,7 @@ class World:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.path = root / "hone.sqlite"
+        self.path = root / "hone.db"
         self.script = root / "reward.py"
         self.script.write_text(SCRIPT)
         self.store = SqliteStore(self.path)

@@ -1,6 +1,8 @@
 """vLLM's command line, word for word."""
 
+import aiohttp
 import pytest
+from conftest import Engine
 
 from capture.errors import ConfigError
 from hone.engine import launch, offline, server_rank, versioned
@@ -93,3 +95,30 @@ def test_names_and_hub_access() -> None:
     assert versioned("policy", 17) == "policy@v17"
     assert offline({"A": "1"}, base_model_is_local=True) == {"A": "1", "HF_HUB_OFFLINE": "1"}
     assert offline({"A": "1"}, base_model_is_local=False) == {"A": "1"}
+
+
+@pytest.mark.engine
+async def test_the_real_engine_starts_from_this_command_and_does_what_hone_needs(engine: Engine) -> None:
+    async with aiohttp.ClientSession() as client:
+        async with client.get(f"{engine.url}/v1/models") as response:
+            models = (await response.json())["data"]
+        assert [model["id"] for model in models if not model.get("parent")] == [versioned(engine.policy, 0)]
+        question = {
+            "model": versioned(engine.policy, 0),
+            "messages": [{"role": "user", "content": "..."}],
+            "max_tokens": 8,
+            "temperature": 0.7,
+            "logprobs": True,
+            "return_token_ids": True,
+        }
+        async with client.post(f"{engine.url}/v1/chat/completions", json=question) as response:
+            answer = await response.json()
+        choice = answer["choices"][0]
+        assert len(choice["token_ids"]) == len(choice["logprobs"]["content"])
+        assert len(choice["token_ids"]) == answer["usage"]["completion_tokens"]
+        assert answer["prompt_token_ids"]
+        adapter = {"lora_name": "x", "lora_path": str(engine.adapter_dir / "missing")}
+        async with client.post(f"{engine.url}/v1/load_lora_adapter", json=adapter) as response:
+            refusal = await response.json()
+        assert response.status == 404
+        assert "missing" in str(refusal)  # the route is there: it is the directory that is not

@@ -134,6 +134,19 @@ async def test_a_part_that_ignores_sigterm_is_killed_at_its_deadline(tmp_path: P
     assert supervisor.status("part").exit_code == -signal.SIGKILL
 
 
+async def test_a_reaper_that_died_is_replaced_and_told_what_runs(tmp_path: Path) -> None:
+    supervisor = make(tmp_path, script("part", SLEEP))
+    run = asyncio.create_task(supervisor.run())
+    await supervisor.ready("part")
+    first = supervisor.reaper_pid
+    assert first is not None
+    os.kill(first, signal.SIGKILL)
+    await until(lambda: supervisor.reaper_pid not in (None, first))
+    assert supervisor.status("part").state == "ready"
+    supervisor.stop()
+    await asyncio.wait_for(run, 20)
+
+
 async def test_grandchildren_that_moved_to_another_session_do_not_stay(tmp_path: Path) -> None:
     parent = f"""
         import subprocess, sys, time
@@ -191,8 +204,10 @@ from hone.supervisor import Part, Supervisor
 root = Path(sys.argv[1])
 parent = '''
 import subprocess, sys, time
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"], start_new_session=True)
-print(child.pid, flush=True)
+sleep = [sys.executable, "-c", "import time; time.sleep(300)"]
+moved = subprocess.Popen(sleep, start_new_session=True)
+unmarked = subprocess.Popen(sleep, env={})
+print(moved.pid, unmarked.pid, flush=True)
 time.sleep(300)
 '''
 part = Part(name="part", command=[sys.executable, "-c", parent])
@@ -209,10 +224,13 @@ def test_a_supervisor_killed_with_sigkill_leaves_no_process(tmp_path: Path) -> N
         marker = lone.stdout.readline().strip()
         log = tmp_path / "logs" / "part.log"
         wait_until(lambda: log.exists() and log.read_text().strip())
+        moved, unmarked = map(int, log.read_text().split())
         assert len(marked(marker)) == 2  # the part and its child in another session
+        assert alive(moved)
+        assert alive(unmarked)
         lone.kill()
         lone.wait()
-        wait_until(lambda: not marked(marker))
+        wait_until(lambda: not marked(marker) and not alive(moved) and not alive(unmarked))
         state = read_state(state_path(tmp_path, "up"))
         assert state is not None
         assert not state.alive

@@ -1,10 +1,13 @@
 import contextlib
 import math
 import random
+from pathlib import Path
 
 import pytest
 import torch
 from learner_world import make_base, make_sample, random_samples, settings
+from peft import LoraConfig, PeftModel, get_peft_model, set_peft_model_state_dict
+from transformers import AutoModelForCausalLM
 
 from learner.batch import Scored, micro_batches, prefix_length
 from learner.losses import cispo

@@ -39,5 +39,5 @@ def test_everything_catalogued_is_exported_and_nothing_else(tmp_path: Path) -> N
 
 
 def test_a_taken_port_is_a_setting_to_change() -> None:
-    with Metrics("127.0.0.1", 0, None) as first, pytest.raises(ConfigError, match=r"learner\.metrics_port"):
+    with Metrics("127.0.0.1", 0, None) as first, pytest.raises(ConfigError, match=r"train\.metrics_port"):
         Metrics("127.0.0.1", first.port, None).__enter__()

@@ -15,11 +15,11 @@ def test_alpha_is_the_rank_unless_set() -> None:
 
 
 def test_errors_name_the_setting() -> None:
-    with pytest.raises(ConfigError, match=r"learner\.kl_coef"):
+    with pytest.raises(ConfigError, match=r"train\.kl_coef"):
         Settings(base_model="x", kl_coef=0.01)
-    with pytest.raises(ConfigError, match=r"learner\.targets"):
+    with pytest.raises(ConfigError, match=r"train\.targets"):
         Settings(base_model="x", targets=["q_proj", "lm_head"])
-    with pytest.raises(ConfigError, match=r"learner\.base_model"):
+    with pytest.raises(ConfigError, match=r"policy\.base_model"):
         base_path("no/such-model-anywhere")
     with pytest.raises(msgspec.ValidationError, match="learning_rate"):
         msgspec.convert({"base_model": "x", "learning_rate": 1}, Settings)
@@ -28,7 +28,7 @@ def test_errors_name_the_setting() -> None:
 def test_adapter_of_another_rank_is_refused(tmp_path: Path) -> None:
     base = make_base(tmp_path / "base")
     small, large = (Model(settings(base, tmp_path, lora_rank=rank)) for rank in (2, 4))
-    with pytest.raises(ConfigError, match=r"learner\.lora_rank"):
+    with pytest.raises(ConfigError, match=r"train\.lora_rank"):
         small.load(large.adapter())
 
 

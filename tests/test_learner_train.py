@@ -1,8 +1,9 @@
 import json
 import math
+import os
 import random
 import shutil
-from collections.abc import Callable
+import signal
 from pathlib import Path
 
 import pytest
@@ -20,27 +21,36 @@ from learner_world import (
 
 from capture.adapters import read_manifest
 from capture.errors import Fenced
-from capture.types import Version
+from capture.types import EngineVersion, Version
 from learner import checkpoint
 from learner.files import read_tensors
 from learner.model import Model
+from learner.settings import Settings
 from learner.train import run
-
-
-class Crash(BaseException):
-    """Stands for a kill: nothing in the learner catches it."""
 
 
 def never() -> bool:
     return False
 
 
-def crash_at(point: str) -> Callable[[str], None]:
+def run_killed_at(point: str, config: Settings, world: World) -> None:
+    """Run a learner in a child process that gets SIGKILL when it reaches `point`."""
+
     def on_point(reached: str) -> None:
         if reached == point:
-            raise Crash(point)
+            os.kill(os.getpid(), signal.SIGKILL)
 
-    return on_point
+    child = os.fork()
+    if child == 0:
+        try:
+            run(config, world.path, world.run_id, world.policy, never, on_point)
+        finally:
+            os._exit(1)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status)
+    assert os.WTERMSIG(status) == signal.SIGKILL
+    name = f"learner:{world.policy}"  # the lease would run out by itself in 5 s
+    world.store.release_lease(name, world.store.live_leases(name)[name])
 
 
 @pytest.fixture(scope="module")
@@ -138,13 +148,12 @@ def test_resume_is_bit_exact(base: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("point", ["before_commit", "after_checkpoint", "after_commit", "mid_publish"])
-def test_a_crash_at_any_point_loses_and_repeats_nothing(base: Path, tmp_path: Path, point: str) -> None:
+def test_a_kill_at_any_point_loses_and_repeats_nothing(base: Path, tmp_path: Path, point: str) -> None:
     whole = world_with(tmp_path / "whole.db", 4)
     run(settings(base, tmp_path / "a", steps_max=2), whole.path, whole.run_id, whole.policy, never)
     crashed = world_with(tmp_path / "crashed.db", 4)
     config = settings(base, tmp_path / "b", steps_max=2)
-    with pytest.raises(Crash):
-        run(config, crashed.path, crashed.run_id, crashed.policy, never, crash_at(point))
+    run_killed_at(point, config, crashed)
     committed = point in ("after_commit", "mid_publish")
     states = [v.state for v in crashed.store.versions(crashed.policy)]
     assert states == (["active", "committed"] if committed else ["active"])
@@ -162,8 +171,7 @@ def test_a_crash_at_any_point_loses_and_repeats_nothing(base: Path, tmp_path: Pa
 def test_publishing_again_finds_the_finished_directory(base: Path, tmp_path: Path) -> None:
     world = world_with(tmp_path / "db", 2)
     config = settings(base, tmp_path, steps_max=1)
-    with pytest.raises(Crash):
-        run(config, world.path, world.run_id, world.policy, never, crash_at("mid_publish"))
+    run_killed_at("mid_publish", config, world)
     left = tmp_path / "adapters" / ".tmp-policy@v1"
     complete = shutil.copytree(left, tmp_path / "adapters" / "policy@v1")  # as if killed after the rename
     before = (complete / "manifest.json").stat().st_mtime_ns
@@ -233,6 +241,22 @@ def test_a_second_learner_is_refused(base: Path, tmp_path: Path) -> None:
     assert world.store.acquire_lease("learner:policy", "the first", 60.0) == 1
     with pytest.raises(Fenced, match="another learner"):
         run(settings(base, tmp_path, lease_wait_s=0.3), world.path, world.run_id, world.policy, never)
+
+
+def test_a_later_run_goes_on_from_the_version_it_starts_at(base: Path, tmp_path: Path) -> None:
+    world = world_with(tmp_path / "db", 2)
+    run(settings(base, tmp_path, steps_max=1), world.path, world.run_id, world.policy, never)
+    first = newest(world)
+    row = EngineVersion(engine="e", policy=world.policy, version=1, state="verified")
+    world.store.record_engine_version(row)
+    epoch = world.store.acquire_lease("activator", "test", 60.0)
+    assert epoch is not None
+    world.store.activate(world.policy, 1, epoch)
+    later = World(world.path, run_id="later", start_version=1, made=world.made)
+    later.add_group([attempt.at_version(1) for attempt in random_group(random.Random(5))])
+    run(settings(base, tmp_path, steps_max=1, lr=0.0), later.path, "later", later.policy, never)
+    assert (newest(later).version, newest(later).parent, newest(later).lineage) == (2, 1, "l_later")
+    assert same(weights(first), weights(newest(later)))
 
 
 def test_mismatch_is_zero_for_the_truth_and_not_for_a_wrong_adapter(base: Path, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from capture.errors import Corrupt, NotFound
 from capture.frames import unpack
 from capture.reasons import LATE, OTHER_POLICY, UNDELIVERED
 from capture.sqlite.content import Content, Whole, blob, floats, pack_content, unpack_content, unpack_tools
-from capture.sqlite.rollouts import Rollouts, columns, rollout_from
+from capture.sqlite.rollouts import COLUMNS, Rollouts, rollout_from
 from capture.store import ParentContent, PendingCall
 from capture.types import ModelCall, RawCall, Rollout
 
@@ -255,7 +255,7 @@ class Calls(Rollouts):
 
     def settleable(self, limit: int = 100) -> list[Rollout]:
         rows = self._rows(
-            f"SELECT {columns()} FROM rollouts WHERE state = 'sealed' AND NOT EXISTS "
+            f"SELECT {COLUMNS} FROM rollouts WHERE state = 'sealed' AND NOT EXISTS "
             "(SELECT 1 FROM calls WHERE rollout_id = rollouts.id AND ingested_at IS NULL AND late = 0) "
             "LIMIT ?",
             (limit,),

@@ -1,27 +1,25 @@
-"""Rollouts and groups: opening, sealing, scoring, closing."""
+"""Rollouts: opening, reading, sealing."""
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from capture.errors import Conflict, NotFound, RewardFrozen
+from capture.errors import Conflict, NotFound
 from capture.sqlite.drops import Drops
-from capture.types import CallFate, FinishStatus, Group, Rollout
+from capture.types import FinishStatus, Rollout
 
-_COLUMNS = (
+COLUMNS = (
     "id, key_id, mode, state, status, run_id, scenario_id, group_id, attempt, replaces, session, headless, "
     "policy, policy_version, secret_hash, call_count, max_calls, created_at, last_call_at, sealed_at, "
     "reward, reward_error, script_hash, drop_reason, batch_id, scores, metrics, scenario, metadata, stdout"
 )
 _INSERT = (
-    f"INSERT INTO rollouts ({_COLUMNS}) VALUES ({', '.join('?' * len(_COLUMNS.split(', ')))}) "
+    f"INSERT INTO rollouts ({COLUMNS}) VALUES ({', '.join('?' * len(COLUMNS.split(', ')))}) "
     "ON CONFLICT (id) DO NOTHING RETURNING id"
 )
-_GROUP_COLUMNS = "id, run_id, scenario_id, size, state, created_at, closed_at, batch_id"
 _JSON = ("scores", "metrics", "scenario", "metadata")
-_NAMES = _COLUMNS.split(", ")
+_NAMES = COLUMNS.split(", ")
 
 
 def to_json(value: Any) -> str | None:
@@ -35,13 +33,15 @@ def from_json(text: str | None) -> Any:
 
 
 class Rollouts(Drops):
-    """The rollout and group methods of `capture.store.Store`."""
+    """The methods of `capture.store.Store` for rollouts up to their end."""
 
     # -- opening -----------------------------------------------------------------------------
 
     def open_rollout(self, rollout: Rollout, *, group_size: int | None = None) -> Rollout:
         with self._write():
             rollout = self._pinned(rollout)
+            if rollout.mode == "train" and self._ended(rollout.run_id):
+                raise Conflict(f"run {rollout.run_id} has ended: it trains on no more rollouts")
             if rollout.group_id is not None:
                 self._join_group(rollout, group_size)
             if not self._insert_rollout(rollout):
@@ -62,6 +62,9 @@ class Rollouts(Drops):
             )
         return msgspec.structs.replace(rollout, policy=policy, policy_version=version, run_id=run_id)
 
+    def _ended(self, run_id: str | None) -> bool:
+        return self._value("SELECT end_reason FROM runs WHERE id = ?", (run_id,)) is not None
+
     def _only_policy(self) -> str | None:
         rows = self._rows("SELECT policy FROM policies LIMIT 2")
         return rows[0][0] if len(rows) == 1 else None
@@ -70,7 +73,8 @@ class Rollouts(Drops):
         row = self._row("SELECT state, run_id FROM groups WHERE id = ?", (rollout.group_id,))
         if row is None:
             self._db.execute(
-                f"INSERT INTO groups ({_GROUP_COLUMNS}) VALUES (?, ?, ?, ?, 'open', ?, NULL, NULL)",
+                "INSERT INTO groups (id, run_id, scenario_id, size, state, created_at) "
+                "VALUES (?, ?, ?, ?, 'open', ?)",
                 (rollout.group_id, rollout.run_id, rollout.scenario_id, size or 0, self.now()),
             )
         elif row[0] != "open":
@@ -89,7 +93,7 @@ class Rollouts(Drops):
 
     def session_rollout(self, key_id: str, session: str, fresh: Rollout) -> Rollout:
         sql = (
-            f"SELECT {_COLUMNS} FROM rollouts "
+            f"SELECT {COLUMNS} FROM rollouts "
             "WHERE key_id = ? AND session = ? AND state = 'open' AND mode = 'observe'"
         )
         found = self._row(sql, (key_id, session))
@@ -107,7 +111,7 @@ class Rollouts(Drops):
     # -- reading -----------------------------------------------------------------------------
 
     def rollout(self, rollout_id: str) -> Rollout:
-        row = self._row(f"SELECT {_COLUMNS} FROM rollouts WHERE id = ?", (rollout_id,))
+        row = self._row(f"SELECT {COLUMNS} FROM rollouts WHERE id = ?", (rollout_id,))
         if row is None:
             raise NotFound(f"no rollout {rollout_id}")
         return rollout_from(row)
@@ -132,11 +136,11 @@ class Rollouts(Drops):
             where.append("id > ?")
             args.append(after)
         clause = f"WHERE {' AND '.join(where)} " if where else ""
-        rows = self._rows(f"SELECT {_COLUMNS} FROM rollouts {clause}ORDER BY id LIMIT ?", (*args, limit))
+        rows = self._rows(f"SELECT {COLUMNS} FROM rollouts {clause}ORDER BY id LIMIT ?", (*args, limit))
         return [rollout_from(row) for row in rows]
 
     def _in_state(self, state: str, limit: int) -> list[Rollout]:
-        sql = f"SELECT {_COLUMNS} FROM rollouts WHERE state = ? LIMIT ?"
+        sql = f"SELECT {COLUMNS} FROM rollouts WHERE state = ? LIMIT ?"
         return [rollout_from(row) for row in self._rows(sql, (state, limit))]
 
     def rollout_of_call(self, call_id: str) -> str:
@@ -196,144 +200,15 @@ class Rollouts(Drops):
                 rollout_id for row in live for rollout_id, calls in from_json(row[0]).items() if calls > 0
             }
             rows = self._rows(
-                f"SELECT {_COLUMNS} FROM rollouts WHERE state = 'open' "
+                f"SELECT {COLUMNS} FROM rollouts WHERE state = 'open' "
                 "AND max(coalesce(last_call_at, 0), created_at) <= ? ORDER BY id LIMIT ?",
                 (now - idle_s, limit + len(busy)),
             )
             return [rollout for row in rows if (rollout := rollout_from(row)).id not in busy][:limit]
 
-    # -- scoring -----------------------------------------------------------------------------
-
-    def settle(self, rollout_id: str, fates: Sequence[CallFate]) -> None:
-        with self._write():
-            state = self.rollout(rollout_id).state
-            if state == "open":
-                raise Conflict(f"rollout {rollout_id} is still open")
-            if state != "sealed":
-                return
-            self._db.executemany(
-                "UPDATE calls SET excluded = ? WHERE id = ? AND rollout_id = ? AND late = 0",
-                [(fate.excluded, fate.call_id, rollout_id) for fate in fates],
-            )
-            self._db.execute("UPDATE rollouts SET state = 'ingested' WHERE id = ?", (rollout_id,))
-
-    def scoreable(self, limit: int = 100) -> list[Rollout]:
-        rows = self._rows(f"SELECT {_COLUMNS} FROM rollouts WHERE rescore = 1 LIMIT ?", (limit,))
-        again = [rollout_from(row) for row in rows]
-        return [*again, *self._in_state("ingested", limit - len(again))]
-
-    def save_score(
-        self, rollout_id: str, reward: float, scores: Mapping[str, float], script_hash: str
-    ) -> None:
-        if not math.isfinite(reward):
-            raise ValueError(f"reward {reward} of {rollout_id} is not a finite number")
-        with self._write():
-            if (rollout := self._scoring(rollout_id)) is None:
-                return
-            self._db.execute(
-                "UPDATE rollouts SET state = ?, reward = ?, scores = ?, script_hash = ?, "
-                "reward_error = NULL, rescore = 0 WHERE id = ?",
-                (
-                    "scored" if rollout.state == "ingested" else rollout.state,
-                    reward,
-                    to_json(scores),
-                    script_hash,
-                    rollout_id,
-                ),
-            )
-            if rollout.group_id is None:
-                self._drop([rollout_id], "ungrouped")
-
-    def save_reward_error(self, rollout_id: str, error: str, script_hash: str) -> None:
-        with self._write():
-            if (rollout := self._scoring(rollout_id)) is None:
-                return
-            self._db.execute(
-                "UPDATE rollouts SET reward_error = ?, script_hash = ?, rescore = 0 WHERE id = ?",
-                (error, script_hash, rollout_id),
-            )
-            if rollout.state == "ingested":
-                self._db.execute("UPDATE rollouts SET state = 'reward_error' WHERE id = ?", (rollout_id,))
-                self._drop([rollout_id], "reward_error", state="reward_error")
-
-    def _scoring(self, rollout_id: str) -> Rollout | None:
-        """The rollout, None if it left the pipeline meanwhile, `Conflict` if it awaits no score."""
-        rollout = self.rollout(rollout_id)
-        if rollout.state in ("dropped", "failed"):
-            return None
-        if rollout.state == "ingested":
-            return rollout
-        if self._value("SELECT rescore FROM rollouts WHERE id = ?", (rollout_id,)):
-            return rollout
-        raise Conflict(f"rollout {rollout_id} is {rollout.state}: it awaits no score")
-
-    def post_score(self, rollout_id: str, name: str, value: float, source: str) -> None:
-        if not math.isfinite(value):
-            raise ValueError(f"score {name} = {value} is not a finite number")
-        with self._write():
-            rollout = self.rollout(rollout_id)
-            frozen = rollout.state in ("taken", "trained")
-            if frozen:
-                metrics = to_json({**rollout.metrics, name: value})
-                self._db.execute("UPDATE rollouts SET metrics = ? WHERE id = ?", (metrics, rollout_id))
-            else:
-                self._db.execute(
-                    "INSERT INTO posted_scores VALUES (?, ?, ?, ?, ?) "
-                    "ON CONFLICT (rollout_id, name) DO UPDATE SET value = excluded.value, "
-                    "source = excluded.source, at = excluded.at",
-                    (rollout_id, name, value, source, self.now()),
-                )
-                self._db.execute(
-                    "UPDATE rollouts SET rescore = 1 WHERE id = ? AND state IN ('scored', 'grouped')",
-                    (rollout_id,),
-                )
-        if frozen:
-            raise RewardFrozen(rollout_id, rollout.batch_id or "")
-
-    def posted_scores(self, rollout_id: str) -> dict[str, float]:
-        rows = self._rows("SELECT name, value FROM posted_scores WHERE rollout_id = ?", (rollout_id,))
-        return dict(rows)
-
-    # -- groups ------------------------------------------------------------------------------
-
-    def open_groups(self, limit: int = 1000) -> list[Group]:
-        sql = f"SELECT {_GROUP_COLUMNS} FROM groups WHERE state = 'open' ORDER BY created_at, id LIMIT ?"
-        return [_group(row) for row in self._rows(sql, (limit,))]
-
-    def group(self, group_id: str) -> Group:
-        row = self._row(f"SELECT {_GROUP_COLUMNS} FROM groups WHERE id = ?", (group_id,))
-        if row is None:
-            raise NotFound(f"no group {group_id}")
-        return _group(row)
-
-    def close_group(self, group_id: str, members: Sequence[str], drops: Mapping[str, str]) -> None:
-        with self._write():
-            if self.group(group_id).state != "open":
-                return
-            rows = self._rows("SELECT id, state FROM rollouts WHERE group_id = ?", (group_id,))
-            states: dict[str, str] = dict(rows)
-            if unscored := [member for member in members if states.get(member) != "scored"]:
-                raise Conflict(f"group {group_id}: {unscored} are not scored members")
-            for rollout_id in states.keys() - set(members):
-                self._drop([rollout_id], drops.get(rollout_id, "not_in_group"))
-            if len(members) < 2:
-                self._drop_group(group_id, "group_too_small")
-                return
-            self._db.executemany(
-                "UPDATE rollouts SET state = 'grouped' WHERE id = ?", [(member,) for member in members]
-            )
-            self._db.execute(
-                "UPDATE groups SET state = 'closed', closed_at = ? WHERE id = ?", (self.now(), group_id)
-            )
-
-
-def columns() -> str:
-    """The columns of ``rollouts`` that `rollout_from` reads, for a SELECT."""
-    return _COLUMNS
-
 
 def rollout_from(row: tuple[Any, ...]) -> Rollout:
-    """A row of `columns` as a Rollout."""
+    """A row of `COLUMNS` as a Rollout."""
     fields = dict(zip(_NAMES, row, strict=True))
     fields["headless"] = bool(fields["headless"])
     for name in _JSON:
@@ -341,7 +216,3 @@ def rollout_from(row: tuple[Any, ...]) -> Rollout:
     fields["scores"] = fields["scores"] or {}
     fields["metrics"] = fields["metrics"] or {}
     return Rollout(**fields)
-
-
-def _group(row: tuple[Any, ...]) -> Group:
-    return Group(**dict(zip(_GROUP_COLUMNS.split(", "), row, strict=True)))

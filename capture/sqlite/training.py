@@ -8,7 +8,7 @@ import msgspec
 from capture.errors import Conflict, NotFound
 from capture.ids import new_id
 from capture.sqlite.drops import OWNED
-from capture.sqlite.rollouts import columns, from_json, rollout_from
+from capture.sqlite.rollouts import COLUMNS, from_json, rollout_from
 from capture.sqlite.versions import Versions
 from capture.types import Batch, Commit, Lineage, StepRow, Version
 
@@ -148,7 +148,7 @@ class Training(Versions):
         return self._batch(batch_id, run_id, now)
 
     def _batch(self, batch_id: str, run_id: str, taken_at: float) -> Batch:
-        rows = self._rows(f"SELECT {columns()} FROM rollouts WHERE batch_id = ? ORDER BY id", (batch_id,))
+        rows = self._rows(f"SELECT {COLUMNS} FROM rollouts WHERE batch_id = ? ORDER BY id", (batch_id,))
         order = self._rows("SELECT id FROM groups WHERE batch_id = ? ORDER BY closed_at, id", (batch_id,))
         groups: dict[str | None, list[Any]] = {row[0]: [] for row in order}
         for row in rows:

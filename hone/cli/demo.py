@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from hone.demo import Demo
 
 CONFIG = Path("examples/tictactoe/hone.toml")
-SMOKE_STEPS, SMOKE_GAMES = 3, 20
+SMOKE_STEPS, SMOKE_GAMES, SMOKE_GROUPS = 6, 20, 4
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,7 +63,9 @@ def run(arguments: argparse.Namespace) -> int:
 def environment(arguments: argparse.Namespace, out: Path) -> dict[str, str]:
     """The options as overrides that every part understands."""
     steps = arguments.steps or (SMOKE_STEPS if arguments.smoke else None)
+    groups = SMOKE_GROUPS if arguments.smoke else None
     given = {
+        "HONE_TRAIN__GROUPS_PER_BATCH": groups,
         "HONE_TRAIN__STEPS_MAX": steps,
         "HONE_TRAIN__LR": arguments.lr,
         "HONE_TRAIN__SEED": arguments.seed,

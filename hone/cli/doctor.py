@@ -14,8 +14,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print everything; exit status 1 if a check fails."""
-    from hone.config import redacted, to_toml
     from hone.doctor import checks, machine
+    from hone.printing import redacted, to_toml
 
     config = load_config(arguments)
     found = checks(config, training=True)

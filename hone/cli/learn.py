@@ -1,6 +1,7 @@
 """`hone learn`: the learner alone. The only process with torch."""
 
 import argparse
+import os
 import signal
 import time
 from pathlib import Path
@@ -18,6 +19,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Train until `steps_max`, the end of the run, SIGTERM or Ctrl-C."""
+    from hone.faults import killer
+    from hone.printing import redacted
     from hone.training import choose_run, learner_should_stop
     from learner.train import run as train
 
@@ -25,7 +28,7 @@ def run(arguments: argparse.Namespace) -> int:
     config = load_config(arguments)
     store = open_store(config, create=True)
     run_id = choose_run(store, config.policy.name, arguments.run)
-    store.start_run(run_id, config.policy.name, config.sections())
+    store.start_run(run_id, config.policy.name, redacted(config.sections()))
     signalled: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda received, _: signalled.append(received))
@@ -40,7 +43,14 @@ def run(arguments: argparse.Namespace) -> int:
         return ending or bool(signalled)
 
     try:
-        train(config.learner, Path(config.store.path), run_id, config.policy.name, should_stop)
+        train(
+            config.learner,
+            Path(config.store.path),
+            run_id,
+            config.policy.name,
+            should_stop,
+            on_point=killer(os.environ, "learn"),
+        )
     finally:
         store.close()
     return 0

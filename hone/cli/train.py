@@ -6,7 +6,8 @@ import sys
 from pathlib import Path
 
 from hone.cli.common import add_config, announce, load_config, on_signals, open_store, supervise
-from hone.config import Config, redacted
+from hone.config import Config
+from hone.printing import redacted
 from hone.state import State
 from hone.training import Ending
 

@@ -146,6 +146,18 @@ class Stream:
         """What was held back, ready to send, with the terminal chunk."""
         return b"".join([*self._held, b"data: ", DONE, b"\n\n"])
 
+    def take_all(self, chunks: list[bytes]) -> tuple[bytes, UpstreamError | None]:
+        """Bytes to send now of several chunks, up to the first that breaks the stream; that error."""
+        out: list[bytes] = []
+        try:
+            for chunk in chunks:
+                out.append(self.take(chunk))
+                if self.error is not None:
+                    raise UpstreamError(f"the upstream broke off: {self.error[:500]}")
+        except UpstreamError as error:
+            return b"".join(out), error
+        return b"".join(out), None
+
     def take(self, chunk: bytes) -> bytes:
         """Bytes to send now (maybe none). `UpstreamError` for what is not a chunk of a completion."""
         data = payload(chunk)
