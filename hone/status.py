@@ -9,6 +9,7 @@ from capture.store import Counts, Store
 from capture.types import Balance, EngineVersion, StepRow, Version
 from hone.state import PartStatus, State
 
+HEADLINE = ("reward_mean", "zero_variance_groups", "staleness_mean", "mismatch_max", "grad_norm")
 NEEDED = ("engine", "proxy", "control", "learn", "runner")
 
 
@@ -180,9 +181,13 @@ def _run_lines(status: Status, run: RunView) -> list[str]:
     if status.balance is not None:
         lines.append(f"  tokens    {balance_line(status.balance)}")
     if run.last is not None:
-        metrics = ", ".join(f"{name} {value:.4g}" for name, value in sorted(run.last.metrics.items())[:8])
-        lines.append(f"  last step {run.last.step} (v{run.last.version}): {metrics}")
+        lines.append(f"  last step {run.last.step} (v{run.last.version}): {_headline(run.last.metrics)}")
     return lines
+
+
+def _headline(metrics: Mapping[str, float]) -> str:
+    names = [name for name in metrics if name in HEADLINE or name.startswith("score_")]
+    return ", ".join(f"{name} {metrics[name]:.4g}" for name in names)
 
 
 def balance_line(balance: Balance) -> str:

@@ -6,6 +6,7 @@ versioned name; the base model answers for version 0 alone. Loading and verifyin
 
 import asyncio
 import hashlib
+import math
 import re
 import time
 from collections import Counter
@@ -122,6 +123,7 @@ class Fleet:
         self._settings = settings
         self._upstream = upstream
         self._storage = storage
+        self._read_at = -math.inf  # monotonic seconds
         self._changed = asyncio.Event()
         self._look_now = asyncio.Event()
 
@@ -205,7 +207,8 @@ class Fleet:
     async def _follow_store(self) -> None:
         while True:
             try:
-                await self.refresh()
+                if time.monotonic() - self._read_at >= self._settings.poll_s:  # the activator reads too
+                    await self.refresh()
             except StoreError:  # the last view stays in use; /ready tells of the store itself
                 await asyncio.sleep(self._settings.health_interval_s)
             await asyncio.sleep(self._settings.poll_s)
@@ -213,6 +216,7 @@ class Fleet:
     async def refresh(self) -> View:
         """Read the store now and recompute which pairs are usable."""
         self.view = await self._storage.call(view, self._storage.store, self.policy)
+        self._read_at = time.monotonic()
         for engine in self.engines:
             self._recompute(engine)
         return self.view

@@ -124,12 +124,25 @@ NAMED = frozenset(
 )
 
 
+class OfRoute:
+    """The children of one route, looked up once: `labels()` costs microseconds on the hot path."""
+
+    def __init__(self, metrics: "Metrics", route: str) -> None:
+        self.duration = metrics.duration.labels(route)
+        self.first_token = metrics.first_token.labels(route)
+        self.prompt_tokens = metrics.tokens.labels(route, "prompt")
+        self.completion_tokens = metrics.tokens.labels(route, "completion")
+        self.failed_attempts = metrics.failed_attempts.labels(route)
+
+
 class Metrics:
     """The collectors of one proxy process, in a registry of their own."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self._rows = {row.name: row for row in CATALOGUE}
+        self._routes: dict[str, OfRoute] = {}
+        self._children: dict[tuple[Counter, tuple[str, ...]], Counter] = {}
         self.requests = self._counter("hone_requests_total")
         self.duration = self._histogram("hone_request_duration_seconds")
         self.first_token = self._histogram("hone_time_to_first_token_seconds")
@@ -152,6 +165,20 @@ class Metrics:
         self.swap_failures = self._counter("hone_swap_failures_total")
         self.pins_expired = self._counter("hone_pins_expired_total")
         self.errors = self._counter("hone_background_errors_total")
+
+    def route(self, name: str) -> OfRoute:
+        """The children of a configured route, or of `none`."""
+        found = self._routes.get(name)
+        if found is None:
+            found = self._routes[name] = OfRoute(self, name)
+        return found
+
+    def count(self, counter: Counter, *labels: str) -> None:
+        """Add one to a child; its labels come from small closed sets."""
+        child = self._children.get((counter, labels))
+        if child is None:
+            child = self._children[counter, labels] = counter.labels(*labels)
+        child.inc()
 
     def count_removed(self, parameter: str) -> None:
         """A parameter that was changed in a training request."""

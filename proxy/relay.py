@@ -73,8 +73,8 @@ class Relay:
             return refused.response()
         finally:
             self._metrics.in_flight.dec()
-            self._metrics.requests.labels(route, status).inc()
-            self._metrics.duration.labels(route).observe(time.perf_counter() - began)
+            self._metrics.count(self._metrics.requests, route, str(status))
+            self._metrics.route(route).duration.observe(time.perf_counter() - began)
 
     # -- in --------------------------------------------------------------------------------------
 
@@ -280,7 +280,7 @@ class Relay:
     ) -> web.StreamResponse:
         """Send the head of a stream."""
         call.first_byte_at = time.time()
-        self._metrics.first_token.labels(call.target.name).observe(call.first_byte_at - call.started_at)
+        self._metrics.route(call.target.name).first_token.observe(call.first_byte_at - call.started_at)
         headers = {**call.headers(), "cache-control": "no-cache", **(more or {})}
         headers["content-type"] = "text/event-stream; charset=utf-8"
         response = web.StreamResponse(headers=headers)
@@ -344,14 +344,14 @@ class Relay:
 
     def _attempt(self, call: Call, outcome: str) -> None:
         route = call.target.name
-        self._metrics.attempts.labels(route, outcome).inc()
+        self._metrics.count(self._metrics.attempts, route, outcome)
         if outcome not in ("ok", "client_error", "hung_up"):
-            self._metrics.failed_attempts.labels(route).inc()
+            self._metrics.route(route).failed_attempts.inc()
 
     def _count_tokens(self, call: Call, usage: chat.Usage) -> None:
-        route = call.target.name
-        self._metrics.tokens.labels(route, "prompt").inc(usage.prompt_tokens)
-        self._metrics.tokens.labels(route, "completion").inc(usage.completion_tokens or 0)
+        route = self._metrics.route(call.target.name)
+        route.prompt_tokens.inc(usage.prompt_tokens)
+        route.completion_tokens.inc(usage.completion_tokens or 0)
 
 
 async def read_body(request: web.Request) -> bytes:

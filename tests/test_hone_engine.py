@@ -121,4 +121,4 @@ async def test_the_real_engine_starts_from_this_command_and_does_what_hone_needs
         async with client.post(f"{engine.url}/v1/load_lora_adapter", json=adapter) as response:
             refusal = await response.json()
         assert response.status == 404
-        assert "missing" in str(refusal)  # the route is there: it is the directory that is not
+        assert "No adapter found" in str(refusal)  # the route is there: it is the directory that is not

@@ -66,13 +66,18 @@ def log_to_stderr() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
 
 
+def refuse_second(directory: Path, kinds: Sequence[Kind]) -> None:
+    """`Conflict` if a supervisor of one of these kinds runs in the directory."""
+    for kind in kinds:
+        state = running(directory, kind)
+        if state is not None:
+            raise Conflict(f"`hone {kind}` runs already in {directory} (pid {state.pid})")
+
+
 def supervise(config: Config, kind: Kind, parts: Sequence[Part]) -> Supervisor:
     """A supervisor of these parts in the run's directory; `Conflict` if one of its kind runs there."""
     directory = Path(config.run.dir)
-    for other in ("up", "train") if kind == "up" else ("train",):
-        state = running(directory, other)
-        if state is not None:
-            raise Conflict(f"`hone {other}` runs already in {directory} (pid {state.pid})")
+    refuse_second(directory, ("up", "train") if kind == "up" else ("train",))
     return Supervisor(
         parts,
         kind=kind,

@@ -5,7 +5,15 @@ import asyncio
 import sys
 from pathlib import Path
 
-from hone.cli.common import add_config, announce, load_config, on_signals, open_store, supervise
+from hone.cli.common import (
+    add_config,
+    announce,
+    load_config,
+    on_signals,
+    open_store,
+    refuse_second,
+    supervise,
+)
 from hone.config import Config
 from hone.printing import redacted
 from hone.state import State
@@ -36,7 +44,9 @@ async def train(config: Config, wanted: str | None) -> Ending | None:
     from hone.state import running
     from hone.training import choose_run, conduct, refuse_ended
 
-    attached = running(Path(config.run.dir), "up")
+    directory = Path(config.run.dir)
+    refuse_second(directory, ("train",))
+    attached = running(directory, "up")
     if attached is None:
         require(config, training=True)
     store = open_store(config, create=True)

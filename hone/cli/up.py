@@ -25,8 +25,8 @@ async def up(config: Config) -> None:
     from hone.environment import proxy_url
     from hone.parts import serving
 
-    require(config, training=False)
     supervisor = supervise(config, "up", serving(config, sys.executable))
+    require(config, training=False)
     on_signals(supervisor.stop)
     telling = asyncio.create_task(
         announce(supervisor, f"Serving {config.policy.name} at {proxy_url(config)}/v1")
