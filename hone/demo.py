@@ -86,7 +86,13 @@ class Demo:
         learn = self._supervise("train", parts)
         progress = asyncio.create_task(Progress(self._store, RUN_ID, self._states).run())
         try:
-            work = conduct(self._store, RUN_ID, learn, self._config.train.wall_s)
+            work = conduct(
+                self._store,
+                RUN_ID,
+                learn,
+                steps_max=self._config.learner.steps_max,
+                wall_s=self._config.train.wall_s,
+            )
             await self._beside(learn, work)
         finally:
             progress.cancel()

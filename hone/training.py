@@ -1,7 +1,7 @@
 """How a run begins and ends, seen from the process that supervises it.
 
-The learner ends at `steps_max`; the runner then has no room for new groups and ends when the last
-open one has closed, so no call is cut off. The end itself is one store transaction: `end_run`.
+The learner ends at `steps_max`; the runner opens no group that it could not use, and ends when what
+it plays has ended, so no call is cut off. The end itself is one store transaction: `end_run`.
 A run that is to end early gets a mark in the store (`drain`), which both processes look for.
 """
 
@@ -52,12 +52,13 @@ def drained(store: Store, run_id: str) -> bool:
     return bool(store.get_metrics(run_id, DRAIN))
 
 
-def runner_is_done(store: Store, run_id: str, steps_max: int | None) -> bool:
-    """Whether no more rollouts are needed and none is in the air."""
-    enough = steps_max is not None and store.lineage(run_id).step >= steps_max
-    if not (enough or drained(store, run_id)):
-        return False
-    return not store.groups_of_run(run_id).get("open", 0)
+def groups_needed(store: Store, run_id: str, steps_max: int | None, groups_per_batch: int) -> int | None:
+    """How many groups the run can still use, outstanding ones included; None: any number."""
+    if drained(store, run_id):
+        return 0
+    if steps_max is None:
+        return None
+    return max(0, steps_max - store.lineage(run_id).step) * groups_per_batch
 
 
 def learner_should_stop(store: Store, run_id: str) -> bool:
@@ -65,23 +66,26 @@ def learner_should_stop(store: Store, run_id: str) -> bool:
     return store.lineage(run_id).ended or drained(store, run_id)
 
 
-async def conduct(store: Store, run_id: str, supervisor: Supervisor, wall_s: float | None) -> Ending:
+async def conduct(
+    store: Store, run_id: str, supervisor: Supervisor, *, steps_max: int | None, wall_s: float | None
+) -> Ending:
     """Watch a run until both its processes are through, then end it and let everything settle."""
     deadline = None if wall_s is None else time.monotonic() + wall_s
-    reason = "steps"
-    while True:
-        if deadline is not None and time.monotonic() > deadline:
+    while not _through(store, run_id, supervisor):
+        if deadline is not None and time.monotonic() > deadline and not drained(store, run_id):
             store.put_metrics(run_id, DRAIN, {"reason": "wall", "at": time.time()})
-            deadline, reason = None, "wall"
-        if supervisor.status("runner").state == "done":
-            if supervisor.status("learn").state == "done":
-                break
-            if store.outstanding_groups(run_id) == 0:
-                reason = "epochs"
-                break
         await asyncio.sleep(POLL_S)
+    enough = steps_max is not None and store.lineage(run_id).step >= steps_max
+    reason = "steps" if enough else "wall" if drained(store, run_id) else "epochs"
     dropped = store.end_run(run_id, ENDED)
     return Ending(reason=reason, dropped=dropped, settled=await settle(store, run_id))
+
+
+def _through(store: Store, run_id: str, supervisor: Supervisor) -> bool:
+    """Whether the runner has ended and the learner has, or has nothing left to wait for."""
+    if supervisor.status("runner").state != "done":
+        return False
+    return supervisor.status("learn").state == "done" or not store.outstanding_groups(run_id)
 
 
 async def settle(store: Store, run_id: str) -> bool:

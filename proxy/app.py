@@ -25,6 +25,7 @@ from capture.sqlite import SqliteStore
 from proxy.activator import Activator
 from proxy.attribution import Attributor
 from proxy.commit import Committer
+from proxy.dispatch import Dispatch
 from proxy.engines import Fleet
 from proxy.heads import Heads
 from proxy.metrics import Metrics
@@ -73,8 +74,7 @@ class Proxy:
             settings,
             self.attributor,
             self.routes,
-            self.fleet,
-            self.upstream,
+            Dispatch(settings, self.fleet, self.upstream, self.metrics),
             self.committer,
             self.metrics,
         )

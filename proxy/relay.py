@@ -7,26 +7,23 @@ body.
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 import msgspec
 from aiohttp import web
 
-from capture.errors import UpstreamError
+from capture.errors import StoreError, UpstreamError
 from proxy.attribution import Attributor
 from proxy.call import Call
 from proxy.commit import Committer
 from proxy.dialects import chat
-from proxy.engines import Engine, Fleet
-from proxy.keys import bearer, rollout_of
+from proxy.dispatch import Dispatch
+from proxy.keys import bearer
 from proxy.metrics import Metrics
 from proxy.refusal import Refused, error_chunk
-from proxy.routes import Routes, ToPolicy, ToUpstream
-from proxy.sampling import shape, untrainable
+from proxy.routes import Routes
 from proxy.settings import Settings
 from proxy.sse import Splitter
-from proxy.upstream import ConnectFailed, Reply, TimedOut, Upstream
+from proxy.upstream import ConnectFailed, Reply, TimedOut
 
 HUNG_UP = 499
 _PASSED_ON = ("retry-after", "retry-after-ms", "x-should-retry", "x-request-id")
@@ -40,16 +37,14 @@ class Relay:
         settings: Settings,
         attributor: Attributor,
         routes: Routes,
-        fleet: Fleet | None,
-        upstream: Upstream,
+        dispatch: Dispatch,
         committer: Committer,
         metrics: Metrics,
     ) -> None:
         self._settings = settings
         self._attributor = attributor
         self._routes = routes
-        self._fleet = fleet
-        self._upstream = upstream
+        self._dispatch = dispatch
         self._committer = committer
         self._metrics = metrics
 
@@ -71,6 +66,10 @@ class Relay:
         except Refused as refused:
             status = refused.status
             return refused.response()
+        except StoreError as error:
+            self._metrics.note("request", error)
+            status = 503
+            return Refused(503, "store", f"The store cannot do that now: {error}", retry=True).response()
         finally:
             self._metrics.in_flight.dec()
             self._metrics.count(self._metrics.requests, route, str(status))
@@ -101,25 +100,12 @@ class Relay:
             retry_count=int(retries) if retries.isdecimal() and len(retries) < 5 else 0,
         )
 
-    def _shape(self, call: Call, fleet: Fleet) -> None:
-        """Set what capture and training need in a request to the policy."""
-        rollout = call.head.rollout
-        call.version = fleet.version_for(rollout)
-        call.alias = call.asked.model
-        if rollout.mode == "train":
-            call.changed = shape(call.fields, self._settings.sampling, fleet.max_model_len)
-            for name in call.changed:
-                self._metrics.count_removed(name)
-            if reason := untrainable(call.fields):
-                self._metrics.untrainable.labels(reason).inc()
-        chat.ask_for_tokens(call.fields, call.asked)
-
     # -- out -------------------------------------------------------------------------------------
 
     async def _serve(self, request: web.Request, call: Call) -> web.StreamResponse:
         partial = bytearray()  # what the upstream said so far
         try:
-            async with self._open(call) as reply:
+            async with self._dispatch.open(call) as reply:
                 if reply.status == 200 and call.asked.stream:
                     return await self._stream(request, call, reply, partial)
                 return await self._whole(request, call, reply, partial)
@@ -127,7 +113,7 @@ class Relay:
             self._hung_up(call, bytes(partial))
             raise
         except UpstreamError as error:
-            self._attempt(call, _outcome(error))
+            self._dispatch.attempt(call, _outcome(error))
             await self._commit(call, 502, bytes(partial), str(error))
             refused = Refused(502, "upstream_error", f"{call.target.name}: {error}")
             return await self._deliver(request, call, refused.response(call.headers()))
@@ -135,74 +121,6 @@ class Relay:
             if not call.handed:
                 await self._commit(call, refused.status, b"", refused.message)
             return await self._deliver(request, call, refused.response(call.headers()))
-
-    @asynccontextmanager
-    async def _open(self, call: Call) -> AsyncIterator[Reply]:
-        """The upstream's answer, from its head on; closed, and so cancelled, on every way out."""
-        if isinstance(call.target, ToUpstream):
-            body, key = self._for_upstream(call, call.target)
-            reply = await self._upstream.post(call.target.url + "/chat/completions", body, key)
-            try:
-                yield reply
-            finally:
-                reply.close()
-            return
-        fleet = self._fleet_for(call.target)
-        self._shape(call, fleet)
-        assert call.version is not None
-        deadline = time.monotonic() + self._settings.engines.engine_wait_s
-        while True:
-            engine = await fleet.wait(call.head.rollout.id, call.version, deadline)
-            with engine.using(call.version):
-                found = await self._ask_engine(call, fleet, engine)
-                if found is None:
-                    continue
-                try:
-                    yield found
-                finally:
-                    found.close()
-                return
-
-    async def _ask_engine(self, call: Call, fleet: Fleet, engine: Engine) -> Reply | None:
-        """Its answer; None if it saw nothing of the call, or has lost the adapter: try again."""
-        assert call.version is not None
-        name = fleet.name(engine, call.version)
-        if name is None:
-            return None
-        call.fields["model"] = chat.quote(name)
-        call.upstream = engine.incarnation
-        try:
-            reply = await self._upstream.post(
-                engine.url + "/v1/chat/completions", chat.encode(call.fields), None
-            )
-        except ConnectFailed:
-            self._attempt(call, "connect")
-            fleet.suspect(engine)
-            return None
-        if reply.status != 404:
-            return reply
-        reply.close()
-        self._attempt(call, "lost_adapter")
-        fleet.suspect(engine)
-        return None
-
-    def _for_upstream(self, call: Call, target: ToUpstream) -> tuple[bytes, str | None]:
-        """Body and key for an OpenAI-compatible upstream: the agent's own bytes, but for the model."""
-        if call.mode == "train":
-            self._metrics.untrainable.labels("provider").inc()
-        body = call.body
-        if target.model is not None:
-            call.alias = call.asked.model
-            call.fields["model"] = chat.quote(target.model)
-            body = chat.encode(call.fields)
-        if target.passthrough:
-            return body, (call.key or None) if rollout_of(call.key) is None else None
-        return body, target.key
-
-    def _fleet_for(self, target: ToPolicy) -> Fleet:
-        if self._fleet is None:
-            raise Refused(503, "no_engine", f"No engine is configured for {target.policy!r}.", retry=False)
-        return self._fleet
 
     # -- whole answers ---------------------------------------------------------------------------
 
@@ -223,7 +141,7 @@ class Relay:
             stripped = body
             content_type = reply.headers.get("content-type", content_type)
             headers |= {name: reply.headers[name] for name in _PASSED_ON if name in reply.headers}
-        self._attempt(call, "ok" if reply.status == 200 else "client_error")
+        self._dispatch.attempt(call, "ok" if reply.status == 200 else "client_error")
         if not await self._commit(call, reply.status, body):
             headers |= self._uncaptured(call)
         headers["content-type"] = content_type
@@ -268,10 +186,10 @@ class Relay:
         except UpstreamError as broken:
             if response is None:
                 raise
-            self._attempt(call, _outcome(broken))
+            self._dispatch.attempt(call, _outcome(broken))
             await self._commit(call, 200, bytes(partial), str(broken))
             return await self._finish(call, response, error_chunk("upstream_error", str(broken)))
-        self._attempt(call, "ok")
+        self._dispatch.attempt(call, "ok")
         self._count_tokens(call, state.usage)
         return await self._end(request, call, response, state, bytes(partial))
 
@@ -338,15 +256,9 @@ class Relay:
         """The agent left: the upstream is cut by now; what it said is kept with status 499."""
         if call.handed:
             return
-        self._attempt(call, "hung_up")
+        self._dispatch.attempt(call, "hung_up")
         call.handed = call.captured = True
         self._committer.commit_later(call.record(HUNG_UP, partial), call.new_rollout)
-
-    def _attempt(self, call: Call, outcome: str) -> None:
-        route = call.target.name
-        self._metrics.count(self._metrics.attempts, route, outcome)
-        if outcome not in ("ok", "client_error", "hung_up"):
-            self._metrics.route(route).failed_attempts.inc()
 
     def _count_tokens(self, call: Call, usage: chat.Usage) -> None:
         route = self._metrics.route(call.target.name)

@@ -14,6 +14,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     outstanding: int  # groups open, closed or taken in the store: dropped and trained ones free their slot
     rollouts: int  # of this runner, playing or waiting for a free agent slot
     remaining: int  # groups that the epochs still hold
+    needed: int | None = None  # groups that the run can still use, outstanding ones included; None: any
 
 
 def groups_to_open(settings: Settings, load: Load) -> int:
@@ -22,7 +23,8 @@ def groups_to_open(settings: Settings, load: Load) -> int:
     At most `batches_outstanding_max` batches of groups are out at once, and none is opened before
     at least one of its rollouts can run. Versions do not count: nothing waits for a publish.
     """
-    room = settings.batches_outstanding_max * settings.groups_per_batch - load.outstanding
+    ahead = settings.batches_outstanding_max * settings.groups_per_batch
+    room = (ahead if load.needed is None else min(ahead, load.needed)) - load.outstanding
     free = settings.concurrency - load.rollouts
     startable = -(-free // settings.group_size)  # rounded up
     return max(0, min(room, startable, load.remaining))

@@ -32,14 +32,14 @@ Ending = Literal["stopped", "done", "ended", "epochs"]
 class Outcome(msgspec.Struct, frozen=True):
     """Why the runner ended, and what it did."""
 
-    ending: Ending  # stop was set; `done()`; the run's lineage ended; every epoch is through
+    ending: Ending  # stop was set; no group is needed; the lineage ended; every epoch is through
     groups: int  # opened by this runner
     rollouts: int  # played to an end by this runner
 
 
-def never() -> bool:
-    """The default of `done`: train until the epochs are through."""
-    return False
+def unlimited() -> int | None:
+    """The default of `needed`: train until the epochs are through."""
+    return None
 
 
 async def train(
@@ -52,11 +52,13 @@ async def train(
     run_id: str,
     environ: Mapping[str, str],
     stop: asyncio.Event,
-    done: Callable[[], bool] = never,
+    needed: Callable[[], int | None] = unlimited,
     metrics: Metrics | None = None,
 ) -> Outcome:
     """Play groups of `scenarios` for a run until one of the `Outcome.ending`s.
 
+    `needed` says how many groups the run can still use, those outstanding included (None: any
+    number): no more are opened, and at 0 what plays is played to its end.
     `environ` is what agents inherit (without Hone's own variables). Whatever makes it return or raise,
     its agents are dead by then and their rollouts finished as failed where the proxy still answers.
     Raises `ConfigError`, `Fenced` (another runner took the run over), `UpstreamError` (no proxy for
@@ -77,7 +79,7 @@ async def train(
         player = Player(settings, api, launcher, desk, metrics)
         deck = Deck(scenarios, seed=settings.seed, epochs=settings.epochs)
         runner = Runner(settings, deck, player, desk, lease, metrics, run_id)
-        return await runner.run(stop, done)
+        return await runner.run(stop, needed)
 
 
 class Runner:
@@ -106,24 +108,24 @@ class Runner:
         self._groups = 0
         self._rollouts = 0
 
-    async def run(self, stop: asyncio.Event, done: Callable[[], bool]) -> Outcome:
+    async def run(self, stop: asyncio.Event, needed: Callable[[], int | None]) -> Outcome:
         """Repair, then admit until the end; on the way out every rollout is cancelled."""
         try:
             await self._repair()
             self._next = await self._desk.ask(lambda s: s.group_count(self._run_id))
-            while (ending := await self._ending(stop, done)) is None:
-                for _ in range(groups_to_open(self._settings, await self._load())):
+            while (ending := await self._ending(stop, needed)) is None:
+                for _ in range(groups_to_open(self._settings, await self._load(needed()))):
                     await self._open_group()
                 await self._pause(stop)
             return Outcome(ending, self._groups, self._rollouts)
         finally:
             await self._cancel()
 
-    async def _ending(self, stop: asyncio.Event, done: Callable[[], bool]) -> Ending | None:
+    async def _ending(self, stop: asyncio.Event, needed: Callable[[], int | None]) -> Ending | None:
         self._lease.check()
         if stop.is_set():
             return "stopped"
-        if done():
+        if needed() == 0 and not self._playing:
             return "done"
         if (await self._desk.ask(lambda s: s.lineage(self._run_id))).ended:
             return "ended"
@@ -132,8 +134,9 @@ class Runner:
         outstanding = await self._desk.ask(lambda s: s.outstanding_groups(self._run_id))
         return "epochs" if outstanding == 0 else None
 
-    async def _load(self) -> Load:
+    async def _load(self, needed: int | None) -> Load:
         return Load(
+            needed=needed,
             outstanding=await self._desk.ask(lambda s: s.outstanding_groups(self._run_id)),
             rollouts=len(self._playing),
             remaining=self._deck.total - self._next,

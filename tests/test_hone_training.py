@@ -19,9 +19,9 @@ from hone.training import (
     choose_run,
     conduct,
     drained,
+    groups_needed,
     learner_should_stop,
     refuse_ended,
-    runner_is_done,
 )
 
 SLEEP = "import time; time.sleep(300)"
@@ -52,25 +52,21 @@ def test_a_run_that_has_not_ended_goes_on(store: Store) -> None:
         refuse_ended(store, "one")
 
 
-def test_a_drained_run_stops_the_learner_at_once_and_the_runner_when_its_groups_are_closed(
-    store: Store,
-) -> None:
+def test_a_drained_run_stops_the_learner_and_needs_no_more_groups(store: Store) -> None:
     store.start_run("one", "policy", {})
-    store.open_rollout(opened("r_1", "g_1"), group_size=2)
     assert not learner_should_stop(store, "one")
-    assert not runner_is_done(store, "one", None)
+    assert groups_needed(store, "one", None, 4) is None
     store.put_metrics("one", DRAIN, {"reason": "wall"})
     assert drained(store, "one")
     assert learner_should_stop(store, "one")
-    assert not runner_is_done(store, "one", None)  # group g_1 is open
-    store.close_group("g_1", [], {"r_1": "group_too_small"})
-    assert runner_is_done(store, "one", None)
+    assert groups_needed(store, "one", None, 4) == 0
+    assert groups_needed(store, "one", 10, 4) == 0
 
 
-def test_enough_steps_are_enough(store: Store) -> None:
+def test_a_run_needs_groups_for_the_steps_that_are_left(store: Store) -> None:
     store.start_run("one", "policy", {})
-    assert runner_is_done(store, "one", 0)
-    assert not runner_is_done(store, "one", 1)
+    assert groups_needed(store, "one", 0, 4) == 0
+    assert groups_needed(store, "one", 3, 4) == 12
     assert not learner_should_stop(store, "one")
     store.end_run("one", "run_ended")
     assert learner_should_stop(store, "one")
@@ -90,10 +86,13 @@ def make(tmp_path: Path, learn: str, runner: str) -> Supervisor:
     )
 
 
-async def conducted(store: Store, supervisor: Supervisor, wall_s: float | None = None) -> Ending:
+async def conducted(
+    store: Store, supervisor: Supervisor, steps_max: int | None = None, wall_s: float | None = None
+) -> Ending:
     running = asyncio.create_task(supervisor.run())
     try:
-        return await asyncio.wait_for(conduct(store, "one", supervisor, wall_s), 30)
+        work = conduct(store, "one", supervisor, steps_max=steps_max, wall_s=wall_s)
+        return await asyncio.wait_for(work, 30)
     finally:
         supervisor.stop()
         await running
@@ -102,7 +101,7 @@ async def conducted(store: Store, supervisor: Supervisor, wall_s: float | None =
 async def test_the_run_ends_when_both_are_through(store: Store, tmp_path: Path) -> None:
     store.start_run("one", "policy", {})
     store.open_rollout(opened("r_1", "g_1"), group_size=2)
-    ending = await conducted(store, make(tmp_path, "", ""))
+    ending = await conducted(store, make(tmp_path, "", ""), steps_max=0)
     assert ending == Ending(reason="steps", dropped=1, settled=True)
     assert store.lineage("one").ended
     assert store.rollout("r_1").drop_reason == "run_ended"

@@ -11,8 +11,8 @@ import pytest
 from proxy_world import World, engine_settings, logprobs, until, world, write_adapter, write_manifest
 
 from capture.types import Version
-from proxy.activator import EngineView, Memory, Plan, plan
 from proxy.engines import View
+from proxy.plan import EngineView, Memory, Plan, plan
 from proxy.settings import Engines
 from proxy.verify import distance, judge
 

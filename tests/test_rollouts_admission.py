@@ -1,3 +1,4 @@
+import msgspec
 import pytest
 
 from capture.types import Group, Rollout, RolloutState
@@ -26,6 +27,12 @@ SETTINGS = Settings(concurrency=64, group_size=8, groups_per_batch=4, batches_ou
 def test_admission(outstanding: int, rollouts: int, remaining: int, groups: int) -> None:
     load = Load(outstanding=outstanding, rollouts=rollouts, remaining=remaining)
     assert groups_to_open(SETTINGS, load) == groups
+
+
+def test_no_group_opens_that_the_run_cannot_use() -> None:
+    load = Load(outstanding=2, rollouts=0, remaining=50)
+    for needed, groups in ((None, 6), (5, 3), (2, 0), (0, 0)):
+        assert groups_to_open(SETTINGS, msgspec.structs.replace(load, needed=needed)) == groups
 
 
 def test_a_group_larger_than_the_agents_still_opens() -> None:

@@ -16,7 +16,7 @@ from rollouts.launch import Finished
 from rollouts.metrics import Metrics
 from rollouts.play import verdict
 from rollouts.scenarios import Deck, Scenario
-from rollouts.schedule import Outcome, never, train
+from rollouts.schedule import Outcome, train, unlimited
 from rollouts.settings import Settings
 
 HERE = Path(__file__).parent
@@ -45,13 +45,18 @@ def settings(tmp_path: Path, text: str = QUIET, **more: Any) -> Settings:
     return Settings(**{**defaults, **more})
 
 
+def enough(proxy: SmallProxy, rollouts: int) -> Callable[[], int | None]:
+    """No more groups are needed once so many rollouts have finished."""
+    return lambda: 0 if len(proxy.finished) >= rollouts else None
+
+
 async def trained(
     tmp_path: Path,
     proxy: SmallProxy,
     chosen: Settings,
     *,
     stop: asyncio.Event | None = None,
-    done: Callable[[], bool] = never,
+    needed: Callable[[], int | None] = unlimited,
     metrics: Metrics | None = None,
 ) -> Outcome:
     return await train(
@@ -63,7 +68,7 @@ async def trained(
         run_id="run",
         environ=ENVIRON,
         stop=stop or asyncio.Event(),
-        done=done,
+        needed=needed,
         metrics=metrics,
     )
 
@@ -141,7 +146,7 @@ async def test_no_more_agents_run_than_allowed(tmp_path: Path) -> None:
     chosen = settings(tmp_path, text, concurrency=2, batches_outstanding_max=3)
     async with small_proxy(tmp_path / "store") as proxy:
         metrics = Metrics()
-        await trained(tmp_path, proxy, chosen, done=lambda: len(proxy.finished) >= 9, metrics=metrics)
+        await trained(tmp_path, proxy, chosen, needed=enough(proxy, 9), metrics=metrics)
         # Two run; one more may be open between an agent's end and its finish.
         assert 2 <= proxy.peak_open <= 3
         assert metrics.registry.get_sample_value("hone_runner_in_flight", {"mode": "train"}) == 0
@@ -153,7 +158,13 @@ async def test_what_our_side_broke_is_attempted_again_and_never_scored(tmp_path:
         proxy.break_calls = True
         metrics = Metrics()
         task = asyncio.create_task(
-            trained(tmp_path, proxy, chosen, done=lambda: len(proxy.finished) >= 6, metrics=metrics)
+            trained(
+                tmp_path,
+                proxy,
+                chosen,
+                needed=enough(proxy, 6),
+                metrics=metrics,
+            )
         )
         await task
         members = proxy.store.rollouts(group_id="g_run_000000")
@@ -172,7 +183,7 @@ async def test_a_recovered_upstream_completes_the_same_group(tmp_path: Path) -> 
     chosen = settings(tmp_path, CALLING, group_size=2, batches_outstanding_max=1, retry_wait_s=0.3)
     async with small_proxy(tmp_path / "store") as proxy:
         proxy.break_calls = True
-        task = asyncio.create_task(trained(tmp_path, proxy, chosen, done=lambda: len(proxy.finished) >= 4))
+        task = asyncio.create_task(trained(tmp_path, proxy, chosen, needed=enough(proxy, 4)))
         await until(lambda: len(proxy.finished) == 2)
         proxy.break_calls = False
         await task
@@ -185,7 +196,7 @@ async def test_a_recovered_upstream_completes_the_same_group(tmp_path: Path) -> 
 async def test_a_crashing_agent_is_scored_not_retried(tmp_path: Path) -> None:
     chosen = settings(tmp_path, "raise SystemExit(2)", batches_outstanding_max=1)
     async with small_proxy(tmp_path / "store") as proxy:
-        await trained(tmp_path, proxy, chosen, done=lambda: len(proxy.finished) >= 3)
+        await trained(tmp_path, proxy, chosen, needed=enough(proxy, 3))
         members = proxy.store.rollouts(run_id="run")
         assert [(member.status, member.reward, member.attempt) for member in members] == [
             ("agent_error", 0.0, 0)

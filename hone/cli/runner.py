@@ -29,7 +29,7 @@ async def play(config: Config, wanted: str | None) -> None:
     """One runner for one run."""
     from hone.environment import for_agents, proxy_url
     from hone.printing import redacted
-    from hone.training import choose_run, runner_is_done
+    from hone.training import choose_run, groups_needed
     from rollouts.scenarios import read_scenarios
     from rollouts.schedule import train
 
@@ -39,14 +39,16 @@ async def play(config: Config, wanted: str | None) -> None:
     store = open_store(config, create=True)
     run_id = choose_run(store, config.policy.name, wanted)
     store.start_run(run_id, config.policy.name, redacted(config.sections()))
-    looked, enough = 0.0, False
+    looked: float = 0.0
+    groups: int | None = None
 
-    def done() -> bool:
-        nonlocal looked, enough
+    def needed() -> int | None:
+        nonlocal looked, groups
         if time.monotonic() - looked > LOOK_S:
-            enough = runner_is_done(store, run_id, config.learner.steps_max)
+            learner = config.learner
+            groups = groups_needed(store, run_id, learner.steps_max, learner.groups_per_batch)
             looked = time.monotonic()
-        return enough
+        return groups
 
     try:
         outcome = await train(
@@ -58,7 +60,7 @@ async def play(config: Config, wanted: str | None) -> None:
             run_id=run_id,
             environ=for_agents(os.environ),
             stop=stop,
-            done=done,
+            needed=needed,
         )
     finally:
         store.close()

@@ -61,7 +61,9 @@ async def train(config: Config, wanted: str | None) -> Ending | None:
     def supervisors() -> list[State]:
         return [state for state in (attached, supervisor.state()) if state is not None]
 
-    conducting = asyncio.create_task(conduct(store, run_id, supervisor, config.train.wall_s))
+    conducting = asyncio.create_task(
+        conduct(store, run_id, supervisor, steps_max=config.learner.steps_max, wall_s=config.train.wall_s)
+    )
     watching = [
         asyncio.create_task(announce(supervisor, f"Training run {run_id}")),
         asyncio.create_task(Progress(store, run_id, supervisors).run()),
