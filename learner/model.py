@@ -21,6 +21,7 @@ from capture.errors import ConfigError
 from learner import attention
 from learner.batch import MicroBatch
 from learner.logprobs import token_logprobs
+from learner.lora import replace_layers
 from learner.settings import Settings
 
 Tensors = dict[str, Tensor]
@@ -74,6 +75,7 @@ class Model:
             for name, parameter in self._peft.named_parameters()
             if parameter.requires_grad
         }
+        replace_layers(self._peft)
 
     @property
     def vocabulary(self) -> int:

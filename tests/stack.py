@@ -46,6 +46,7 @@ env = {{ ACKNOWLEDGED = "{root}/acknowledged.txt" }}
 concurrency = 16
 group_size = 4
 groups_per_batch = 4
+batches_outstanding_max = {ahead}
 batch_wait_s = 10.0
 steps_max = {steps}
 lr = 2e-3
@@ -57,7 +58,9 @@ metrics_port = {learner_port}
 class Stack:
     """One run of `hone train` in `root`, and what it left in the store."""
 
-    def __init__(self, root: Path, *, policy: str, engine_url: str | None, steps: int = 3) -> None:
+    def __init__(
+        self, root: Path, *, policy: str, engine_url: str | None, steps: int = 3, ahead: int = 2
+    ) -> None:
         self.root = root
         self.policy = policy
         self.proxy_url = f"http://127.0.0.1:{(port := unused_port())}"
@@ -74,6 +77,7 @@ class Stack:
                 control_port=unused_port(),
                 learner_port=unused_port(),
                 steps=steps,
+                ahead=ahead,
             )
         )
         self.steps = steps
