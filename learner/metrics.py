@@ -142,9 +142,9 @@ class Metrics:
 
 
 def markdown() -> str:
-    """The catalogue as a page of documentation."""
+    """The catalogue as a section of `docs/metrics.md`."""
     lines = [
-        "# Metrics of the learner",
+        "## Learner",
         "",
         "Served at `127.0.0.1:8002/metrics` by default. Gauges show the newest committed batch; counters sum",
         "since the process started.",

@@ -1,4 +1,4 @@
-"""What the runner says to Prometheus; every row is explained in `docs/metrics-runner.md`."""
+"""What the runner says to Prometheus; every row is explained in `docs/metrics.md`."""
 
 import contextlib
 from collections.abc import Iterator

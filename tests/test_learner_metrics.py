@@ -7,7 +7,7 @@ import pytest
 from capture.errors import ConfigError
 from learner.metrics import CATALOGUE, Metrics, markdown
 
-DOCS = Path(__file__).parents[1] / "docs" / "metrics-learner.md"
+DOCS = Path(__file__).parents[1] / "docs" / "metrics.md"
 
 
 def scrape(port: int | None) -> dict[str, float]:
@@ -16,8 +16,8 @@ def scrape(port: int | None) -> dict[str, float]:
     return {line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in lines if line[0] != "#"}
 
 
-def test_the_page_is_the_catalogue() -> None:
-    assert DOCS.read_text() == markdown()
+def test_the_page_has_the_catalogue() -> None:
+    assert markdown() in DOCS.read_text()
 
 
 def test_everything_catalogued_is_exported_and_nothing_else(tmp_path: Path) -> None:

@@ -5,12 +5,13 @@ from pathlib import Path
 
 from rollouts.metrics import Metrics, served
 
-DOC = Path(__file__).parent.parent / "docs" / "metrics-runner.md"
+DOC = Path(__file__).parent.parent / "docs" / "metrics.md"
 
 
 def documented() -> dict[str, tuple[str, tuple[str, ...]]]:
     """Name -> type, labels, of the rows of the catalogue."""
-    rows = re.findall(r"^\| `(\w+)` \| (\w+) \|(.*?)\| .+ \|$", DOC.read_text(), re.MULTILINE)
+    section = DOC.read_text().partition("\n## Runner\n")[2]
+    rows = re.findall(r"^\| `(\w+)` \| (\w+) \|(.*?)\| .+ \|$", section, re.MULTILINE)
     return {name: (kind, tuple(re.findall(r"`(\w+)`", labels))) for name, kind, labels in rows}
 
 
