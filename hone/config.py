@@ -51,6 +51,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     eval: EvalSettings
     control: ControlSettings
 
+    @property
+    def capture_only(self) -> bool:
+        """Whether there is no model to train: calls are relayed to the routes and captured."""
+        return not self.policy.base_model
+
     def sections(self) -> dict[str, dict[str, Any]]:
         """As a file that leaves nothing out would say it; secrets included."""
         resolved = {type(value): value for value in self._settings()}
@@ -116,7 +121,8 @@ def _connect(made: Made, routes: dict[str, proxy.settings.Route], path: Path, ha
     """Fill in what follows from other sections, and make paths absolute."""
     folder = path.parent
     policy: PolicySettings = made[PolicySettings]
-    policy = msgspec.structs.replace(policy, base_model=local_model(policy.base_model, folder))
+    if policy.base_model:
+        policy = msgspec.structs.replace(policy, base_model=local_model(policy.base_model, folder))
     run = msgspec.structs.replace(made[RunSettings], dir=str(folder / made[RunSettings].dir))
     engine = _engine(made, run, folder, hardware)
     train = made[TrainSettings]
@@ -180,14 +186,15 @@ def _proxy(
     engine: EngineSettings,
     routes: dict[str, proxy.settings.Route],
 ) -> proxy.settings.Settings:
-    urls = tuple(engine.urls) or (f"http://{engine.host}:{engine.port}",)
+    own = (f"http://{engine.host}:{engine.port}",) if policy.base_model else ()
+    urls = tuple(engine.urls) or own
     engines = msgspec.structs.replace(
         made[proxy.settings.Engines], urls=urls, versions_max=engine.versions_max
     )
     settings: proxy.settings.Settings = made[proxy.settings.Settings]
     return msgspec.structs.replace(
         settings,
-        policy=policy.name,
+        policy=policy.name if policy.base_model else None,
         routes=routes,
         sampling=made[proxy.settings.Sampling],
         engines=engines,

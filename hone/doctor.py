@@ -25,7 +25,7 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
 
 def checks(config: Config, *, training: bool) -> list[Check]:
     """What must hold before processes are started."""
-    found = [_base_model(config), _adapter_dir(config), _rank(config), *_ports(config, training)]
+    found = [_base_model(config, training), _adapter_dir(config), _rank(config), *_ports(config, training)]
     if config.rewards.script:
         found.append(_file("rewards.script", config.rewards.script))
     if training:
@@ -57,8 +57,12 @@ def machine() -> dict[str, str]:
     }
 
 
-def _base_model(config: Config) -> Check:
+def _base_model(config: Config, training: bool) -> Check:
     name = config.policy.base_model
+    if config.capture_only:
+        return Check(
+            name="policy.base_model", ok=not training, detail="not set: capture only, nothing to train"
+        )
     local = Path(name).is_dir()
     looks_local = name.startswith((".", "/", "~"))
     detail = f"{name} ({'a directory' if local else 'from the model hub'})"
@@ -93,7 +97,7 @@ def _ports(config: Config, training: bool) -> list[Check]:
         "proxy.port": (config.proxy.host, config.proxy.port),
         "control.port": (config.control.host, config.control.port),
     }
-    if not config.engine.urls:
+    if not config.engine.urls and not config.capture_only:
         ports["engine.port"] = (config.engine.host, config.engine.port)
     if training and config.learner.metrics_port:
         ports["train.metrics_port"] = (config.learner.metrics_host, config.learner.metrics_port)

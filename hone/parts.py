@@ -7,9 +7,10 @@ from hone.supervisor import Part
 
 
 def serving(config: Config, python: str, env: Mapping[str, str] | None = None) -> list[Part]:
-    """Engine (where none is given by URL), proxy, control."""
+    """Engine (where a model is trained and none is given by URL), proxy, control."""
     proxy, control = config.proxy, config.control
-    parts = [] if config.engine.urls else [_engine(config, python, env or {})]
+    given = config.engine.urls or config.capture_only
+    parts = [] if given else [_engine(config, python, env or {})]
     parts.append(
         Part(
             name="proxy",

@@ -14,8 +14,8 @@ class PolicySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     name: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")] = "policy"
     """The model name that agents ask for."""
-    base_model: str
-    """A directory or a Hugging Face id."""
+    base_model: str = ""
+    """A directory or a Hugging Face id; empty: nothing is trained, calls are relayed and captured."""
 
 
 class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -9,6 +9,8 @@ import pytest
 
 from capture.errors import ConfigError
 from hone.config import Config, load, resolve
+from hone.doctor import require
+from hone.parts import serving
 from hone.printing import redacted, to_toml
 from hone.sections import SOURCES
 
@@ -58,7 +60,6 @@ def test_there_are_tomls_to_load() -> None:
         ({"train": {"lr": "fast"}}, "train.lr: expected `float`, got `str`"),
         ({"train": {"group_size": 0}}, "train.group_size: expected `int` >= 1"),
         ({"engine": {"port": 70000}}, "engine.port: expected `int` <= 65535"),
-        ({"policy": {}}, "policy.base_model is required"),
         ({"routes": {"judge": {"url": 3}}}, "routes[...].url: expected `str | null`, got `int`"),
         ({"routes": {"judge": {}}}, 'routes."judge" needs exactly one of to, url and provider'),
         ({"train": {"staleness_max": 7}}, "engine.versions_max is 8; train.staleness_max = 7 needs 9"),
@@ -218,3 +219,13 @@ def test_secrets_are_not_printed() -> None:
         },
         "b": {"urls": ["http://user:[redacted]@host/v1"], "max_tokens": 5},
     }
+
+
+def test_without_a_base_model_calls_are_only_relayed_and_captured() -> None:
+    config = read({"policy": {"base_model": ""}, "routes": {"*": {"url": "http://127.0.0.1:1/v1"}}})
+    assert config.capture_only
+    assert config.proxy.policy is None
+    assert config.proxy.engines.urls == ()
+    assert [part.name for part in serving(config, "python")] == ["proxy", "control"]
+    with pytest.raises(ConfigError, match=r"policy\.base_model: not set: capture only"):
+        require(config, training=True)

@@ -28,9 +28,10 @@ async def up(config: Config) -> None:
     supervisor = supervise(config, "up", serving(config, sys.executable))
     require(config, training=False)
     on_signals(supervisor.stop)
-    telling = asyncio.create_task(
-        announce(supervisor, f"Serving {config.policy.name} at {proxy_url(config)}/v1")
-    )
+    what = "Capturing calls (no policy.base_model, so nothing is trained)"
+    if not config.capture_only:
+        what = f"Serving {config.policy.name}"
+    telling = asyncio.create_task(announce(supervisor, f"{what} at {proxy_url(config)}/v1"))
     try:
         await supervisor.run()
     finally:
