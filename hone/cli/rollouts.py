@@ -2,7 +2,10 @@
 
 import argparse
 
+import msgspec
+
 from capture.store import Store
+from capture.types import Rollout
 from hone.cli.common import add_config, add_json, load_config, open_store, print_json
 
 TEXT_MAX = 2_000
@@ -42,13 +45,13 @@ def _list(store: Store, arguments: argparse.Namespace) -> int:
         after=arguments.after,
     )
     if arguments.json:
-        print_json(found)
+        print_json([_public(rollout) for rollout in found])
         return 0
     for rollout in found:
         reward = "" if rollout.reward is None else f"{rollout.reward:.3f}"
         reason = rollout.drop_reason or rollout.status or ""
         print(
-            f"{rollout.id}  {rollout.mode:<8}{rollout.state:<13}v{rollout.policy_version}"
+            f"{rollout.id}  {rollout.mode:<8}{rollout.state:<13}{_version(rollout):<5}"
             f"  {rollout.call_count:>3} calls  {reward:>7}  {rollout.scenario_id or ''}  {reason}"
         )
     return 0
@@ -57,11 +60,9 @@ def _list(store: Store, arguments: argparse.Namespace) -> int:
 def _show(store: Store, arguments: argparse.Namespace) -> int:
     rollout, calls = store.rollout(arguments.id), store.calls(arguments.id)
     if arguments.json:
-        print_json({"rollout": rollout, "calls": calls})
+        print_json({"rollout": _public(rollout), "calls": calls})
         return 0
-    print(
-        f"{rollout.id}: {rollout.mode}, {rollout.state}, v{rollout.policy_version}, reward {rollout.reward}"
-    )
+    print(f"{rollout.id}: {rollout.mode}, {rollout.state}, {_version(rollout)}, reward {rollout.reward}")
     for name, value in rollout.scores.items():
         print(f"  {name} = {value:g}")
     if rollout.reward_error:
@@ -72,3 +73,11 @@ def _show(store: Store, arguments: argparse.Namespace) -> int:
             text = message.get("content") or message.get("tool_calls") or ""
             print(f"[{message.get('role')}] {str(text)[:TEXT_MAX]}")
     return 0
+
+
+def _public(rollout: Rollout) -> Rollout:
+    return msgspec.structs.replace(rollout, secret_hash=None)
+
+
+def _version(rollout: Rollout) -> str:
+    return "-" if rollout.policy_version is None else f"v{rollout.policy_version}"
