@@ -4,7 +4,8 @@ What each flag is for stands beside it. `versioned(policy, 0)` is the name of th
 request names a model without saying which version it wants.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import msgspec
 
@@ -40,18 +41,22 @@ def launch(
     engine: EngineSettings,
     *,
     lora_rank: int,
+    targets: Literal["all-linear"] | Sequence[str] = "all-linear",
     hardware: Hardware,
     cores: int,
     python: str,
 ) -> Launch:
-    """How to start vLLM for this policy; `ConfigError` for a rank that it cannot serve."""
+    """How to start vLLM for this policy; `ConfigError` for a rank that it cannot serve.
+
+    `targets` are the layers that have LoRA: vLLM pays for every layer that could have it.
+    """
     return Launch(
         command=[
             python,
             "-m",
             "vllm.entrypoints.openai.api_server",
             *_model(policy, engine, hardware),
-            *_adapters(engine, lora_rank),
+            *_adapters(engine, lora_rank, targets),
             *_capacity(engine, hardware),
             *_server(engine),
             *engine.args,
@@ -73,9 +78,12 @@ def _model(policy: PolicySettings, engine: EngineSettings, hardware: Hardware) -
     return args
 
 
-def _adapters(engine: EngineSettings, lora_rank: int) -> list[str]:
+def _adapters(
+    engine: EngineSettings, lora_rank: int, targets: Literal["all-linear"] | Sequence[str]
+) -> list[str]:
     rank, live = str(server_rank(lora_rank)), str(engine.versions_max)
-    return ["--enable-lora", "--max-loras", live, "--max-lora-rank", rank]
+    args = ["--enable-lora", "--max-loras", live, "--max-lora-rank", rank]
+    return args if targets == "all-linear" else [*args, "--lora-target-modules", *targets]
 
 
 def _capacity(engine: EngineSettings, hardware: Hardware) -> list[str]:

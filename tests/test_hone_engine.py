@@ -122,3 +122,17 @@ async def test_the_real_engine_starts_from_this_command_and_does_what_hone_needs
             refusal = await response.json()
         assert response.status == 404
         assert "No adapter found" in str(refusal)  # the route is there: it is the directory that is not
+
+
+def test_layers_without_lora_cost_the_engine_nothing() -> None:
+    start = launch(
+        POLICY,
+        EngineSettings(),
+        lora_rank=8,
+        targets=["o_proj", "down_proj"],
+        hardware="cpu",
+        cores=2,
+        python="/py",
+    )
+    at = start.command.index("--lora-target-modules")
+    assert start.command[at + 1 : at + 3] == ["o_proj", "down_proj"]

@@ -48,8 +48,12 @@ def value(board: str, mark: str) -> int:
     """What perfect play gives `mark`, who is to move: 1 win, 0 draw, -1 loss."""
     if winner(board):
         return -1
-    moves = legal_moves(board)
-    return max((move_value(board, cell, mark) for cell in moves), default=0)
+    best: int | None = None
+    for cell in legal_moves(board):
+        best = max(move_value(board, cell, mark), -1 if best is None else best)
+        if best == 1:
+            break
+    return 0 if best is None else best
 
 
 def move_value(board: str, cell: int, mark: str) -> int:
@@ -60,6 +64,8 @@ def move_value(board: str, cell: int, mark: str) -> int:
 @cache
 def best_moves(board: str, mark: str) -> tuple[int, ...]:
     """The minimax moves of `mark`, all equally good, ascending."""
+    if board == EMPTY:
+        return legal_moves(board)  # each of them draws; searching for that takes longer than a game
     best = value(board, mark)
     return tuple(cell for cell in legal_moves(board) if move_value(board, cell, mark) == best)
 

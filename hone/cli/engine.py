@@ -26,6 +26,7 @@ def run(arguments: argparse.Namespace) -> int:
         config.policy,
         config.engine,
         lora_rank=config.learner.lora_rank,
+        targets=config.learner.targets,
         hardware=config.engine.device,
         cores=cores(),
         python=sys.executable,
