@@ -23,10 +23,11 @@ HERE = Path(__file__).parent
 SEED = 7
 VOCABULARY_MAX = 512
 TRANSCRIPTS_FOR_TOKENIZER = 2000
-STEPS = 500
+STEPS = 800
 BATCH = 16
 BATCHES_SORTED = 16  # drawn at once and sorted by length, against padding
 PEAK_LR = 2e-3
+SMOOTHING = 0.2  # label smoothing of moves over the nine cells: it doubts what it knows of legality
 SLIP = 0.06  # chance of an error before a move: shown to the model, never a target
 TAGS = ("<tool_call>", "</tool_call>")
 CONTROLS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -147,8 +148,8 @@ def encode(tokenizer: PreTrainedTokenizerFast, item: Transcript) -> tuple[list[i
     """Token ids, and goals for the tokens that a model samples in the target messages.
 
     A goal is the position of the logits, a token, its weight. A move shares its weight with the
-    other legal ones: the mean over all transcripts, without their noise. The newline after a
-    message's end token belongs to the template: it is never sampled.
+    other legal ones (the mean over all transcripts, without their noise) and, smoothed, with all
+    cells. The newline after a message's end token belongs to the template: it is never sampled.
     """
     ids = tokenizer.encode(render(tokenizer, item.messages), add_special_tokens=False)
     digits = tokenizer.convert_tokens_to_ids(list("012345678"))
@@ -160,9 +161,18 @@ def encode(tokenizer: PreTrainedTokenizerFast, item: Transcript) -> tuple[list[i
             continue
         for position in range(start + HEADER, end - 1):
             token = ids[position]
-            options = [digits[cell] for cell in moves] if token in digits else [token]
-            goals += [(position - 1, option, 1 / len(options)) for option in options]
+            if token in digits:
+                shares = move_shares(moves)
+                goals += [(position - 1, digits[cell], share) for cell, share in shares.items()]
+            else:
+                goals.append((position - 1, token, 1.0))
     return ids, goals
+
+
+def move_shares(moves: Sequence[int]) -> dict[int, float]:
+    """The target of a move: uniform over the legal cells, smoothed over all of them."""
+    doubt = SMOOTHING / 9
+    return {cell: doubt + (1 - SMOOTHING) / len(moves) * (cell in moves) for cell in range(9)}
 
 
 def batches(tokenizer: PreTrainedTokenizerFast, rng: random.Random) -> Iterator[Batch]:
