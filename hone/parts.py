@@ -28,7 +28,6 @@ def serving(config: Config, python: str, env: Mapping[str, str] | None = None) -
             command=command(config, python, "control"),
             env=dict(env or {}),
             ready_url=f"http://{_reachable(control.host)}:{control.port}/health",
-            after=("proxy",),
         )
     )
     return parts
@@ -46,7 +45,7 @@ def training(
             env=dict(env or {}),
             ready_url=f"http://{_reachable(config.learner.metrics_host)}:{port}/metrics" if port else None,
             ready_timeout_s=300.0,
-            after=tuple(after),
+            after=tuple(name for name in after if name == "engine"),  # vLLM measures a GPU that is its own
             finite=True,
             stop_timeout_s=30.0,
         ),

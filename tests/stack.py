@@ -59,7 +59,7 @@ class Stack:
     """One run of `hone train` in `root`, and what it left in the store."""
 
     def __init__(
-        self, root: Path, *, policy: str, engine_url: str | None, steps: int = 3, ahead: int = 2
+        self, root: Path, *, policy: str, engine_url: str | None, steps: int = 2, ahead: int = 2
     ) -> None:
         self.root = root
         self.policy = policy

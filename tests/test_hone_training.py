@@ -137,8 +137,8 @@ def test_the_parts_and_their_order() -> None:
     assert [(part.name, part.after, part.finite) for part in [*serve, *train]] == [
         ("engine", (), False),
         ("proxy", ("engine",), False),
-        ("control", ("proxy",), False),
-        ("learn", ("engine", "proxy", "control"), True),
+        ("control", (), False),
+        ("learn", ("engine",), True),
         ("runner", ("engine", "proxy", "control", "learn"), True),
     ]
     assert [part.ready_url for part in serve] == [

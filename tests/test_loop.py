@@ -13,7 +13,9 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
 @pytest.fixture
 def stack(request: pytest.FixtureRequest, tmp_path: Path, engine: Engine) -> Iterator[Stack]:
-    running = Stack(tmp_path, policy="loop-" + request.node.name[5:25], engine_url=engine.url, ahead=1)
+    running = Stack(
+        tmp_path, policy="loop-" + request.node.name[5:25], engine_url=engine.url, steps=3, ahead=1
+    )
     yield running
     running.stop()
 
