@@ -208,9 +208,9 @@ async def test_adapters_load_verify_activate_and_a_wrong_one_fails(engine: Any, 
         assert "from its parent" in detail
         assert (await pinned_calls())[0] == (200, "2")
         await until(lambda: states(hone).get(1) == "unloaded", 10)  # nobody needs it any more
-        names = {model.id for model in (await hone.proxy.fleet.models(hone.proxy.fleet.engines[0])).values()}  # type: ignore[union-attr]
-        assert names == {"policy@v0", "policy@v2"}
-        hone.store.activate  # noqa: B018
+        models = await hone.proxy.fleet.models(hone.proxy.fleet.engines[0])  # type: ignore[union-attr]
+        names = {model.id for model in models.values() if model.id.startswith("policy@")}
+        assert names == {"policy@v0", "policy@v2"}  # the engine is shared with other tests' policies
         await hone.proxy.upstream.ask(
             engine.url + "/v1/unload_lora_adapter", b'{"lora_name": "policy@v2"}', 10
         )
