@@ -6,6 +6,7 @@ A run that is to end early gets a mark in the store (`drain`), which both proces
 """
 
 import asyncio
+import math
 import time
 from collections.abc import Callable
 
@@ -14,6 +15,7 @@ import msgspec
 from capture.errors import ConfigError
 from capture.store import Store
 from hone.supervisor import Supervisor
+from learner.settings import Settings
 
 DRAIN = "drain"  # kind of the metrics row that asks a run to end
 ENDED = "run_ended"  # why what was not trained by then is dropped
@@ -52,13 +54,17 @@ def drained(store: Store, run_id: str) -> bool:
     return bool(store.get_metrics(run_id, DRAIN))
 
 
-def groups_needed(store: Store, run_id: str, steps_max: int | None, groups_per_batch: int) -> int | None:
-    """How many groups the run can still use, outstanding ones included; None: any number."""
+def groups_needed(store: Store, run_id: str, learner: Settings) -> int | None:
+    """How many groups the run can still use, outstanding ones included; None: any number.
+
+    A batch without an advantage somewhere makes fewer steps than it could; then more groups are needed later.
+    """
     if drained(store, run_id):
         return 0
-    if steps_max is None:
+    if learner.steps_max is None:
         return None
-    return max(0, steps_max - store.lineage(run_id).step) * groups_per_batch
+    steps = max(0, learner.steps_max - store.lineage(run_id).step)
+    return math.ceil(steps / learner.steps_per_batch) * learner.groups_per_batch
 
 
 def learner_should_stop(store: Store, run_id: str) -> bool:

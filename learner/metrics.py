@@ -60,6 +60,7 @@ CATALOGUE = (
     gauge("sampling_versions", "Distinct versions that sampled in the batch."),
     gauge("loss", "Loss, mean over the batch's optimizer steps."),
     gauge("grad_norm", "Gradient norm before clipping, mean over steps."),
+    gauge("learning_rate", "Learning rate, mean over the batch's optimizer steps.", "lr"),
     gauge("ratio_mean", "Mean of the ratio learner/sampled over trained tokens."),
     gauge("ratio_max", "Largest ratio learner/sampled."),
     gauge("clip_fraction", "Share of trained tokens whose ratio exceeds cispo_clip."),

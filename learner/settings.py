@@ -31,7 +31,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     advantage: Literal["centred", "grpo", "leave_one_out"] = "centred"
     cispo_clip: Annotated[float, msgspec.Meta(gt=0)] = 5.0  # cap on the ratio learner/sampled
     kl_coef: float = 0.0  # only 0 for now
-    lr: Annotated[float, msgspec.Meta(ge=0)] = 2e-5  # constant
+    lr: Annotated[float, msgspec.Meta(ge=0)] = 2e-5  # at the first step
+    lr_schedule: Literal["constant", "linear"] = "constant"  # linear: falls to zero at steps_max
     betas: tuple[float, float] = (0.9, 0.95)  # of AdamW
     weight_decay: Annotated[float, msgspec.Meta(ge=0)] = 0.0
     clip_grad: Annotated[float, msgspec.Meta(gt=0)] = 1.0  # norm over all LoRA weights
@@ -62,8 +63,21 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             raise ConfigError("train.kl_coef: only 0 is supported; a KL penalty does not exist yet")
         if self.targets != "all-linear" and NEVER_SERVED.intersection(self.targets):
             raise ConfigError("train.targets: vLLM serves no LoRA on embeddings or the output head")
+        if self.lr_schedule == "linear" and self.steps_max is None:
+            raise ConfigError("train.lr_schedule: linear falls to zero at train.steps_max, which is not set")
 
     @property
     def alpha(self) -> float:
         """LoRA's alpha: the weights' product is scaled by alpha / rank."""
         return float(self.lora_rank) if self.lora_alpha is None else self.lora_alpha
+
+    @property
+    def steps_per_batch(self) -> int:
+        """Optimizer steps of a batch in which every minibatch has an advantage."""
+        return self.passes * self.minibatches
+
+    def lr_at(self, step: int) -> float:
+        """The learning rate of the optimizer step that follows `step` steps of the lineage."""
+        if self.lr_schedule == "constant" or self.steps_max is None:
+            return self.lr
+        return self.lr * max(0.0, 1 - step / self.steps_max)

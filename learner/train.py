@@ -151,7 +151,8 @@ class Learner:
         """The optimizer's steps; None: the batch was dropped, for it gave no finite gradient twice."""
         for attempt in (1, 2):
             try:
-                return update(self.settings, self.model, self.optimizer, groups, self.should_stop)
+                done = self.lineage.step
+                return update(self.settings, self.model, self.optimizer, groups, self.should_stop, done)
             except NonFinite as error:
                 log.warning("batch %s, attempt %d: %s", batch.id, attempt, error)
                 self.restore(self.head)

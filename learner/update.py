@@ -31,6 +31,7 @@ class Sums(msgspec.Struct):
     sample_tokens: int = 0  # of the trained samples, with their context
     loss: float = 0.0  # summed over steps
     grad_norm: float = 0.0  # before clipping, summed over steps
+    lr: float = 0.0  # of the steps, summed
     ratio: float = 0.0
     ratio_max: float = 0.0
     clipped: int = 0
@@ -43,6 +44,7 @@ class Sums(msgspec.Struct):
         return {
             "loss": self.loss / steps,
             "grad_norm": self.grad_norm / steps,
+            "lr": self.lr / steps,
             "ratio_mean": self.ratio / tokens,
             "ratio_max": self.ratio_max,
             "clip_fraction": self.clipped / tokens,
@@ -57,11 +59,17 @@ def update(
     optimizer: torch.optim.Optimizer,
     groups: Sequence[Sequence[Member]],
     should_stop: Callable[[], bool],
+    done: int,
 ) -> Sums:
-    """All passes and minibatches of one batch. A minibatch in which nothing has an advantage is no step."""
+    """All passes and minibatches of one batch. A minibatch in which nothing has an advantage is no step.
+
+    `done` steps of the lineage came before; the learning rate follows from them alone.
+    """
     sums = Sums()
     for _ in range(settings.passes):
         for part in split(groups, settings.minibatches):
+            for group in optimizer.param_groups:
+                group["lr"] = settings.lr_at(done + sums.steps)
             step(settings, model, optimizer, part, should_stop, sums)
     return sums
 
@@ -102,6 +110,7 @@ def step(
     sums.steps += 1
     sums.loss += loss
     sums.grad_norm += norm
+    sums.lr += optimizer.param_groups[0]["lr"]
 
 
 def backward(

@@ -4,6 +4,7 @@ import asyncio
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from capture.errors import ConfigError
@@ -23,6 +24,7 @@ from hone.training import (
     learner_should_stop,
     refuse_ended,
 )
+from learner.settings import Settings
 
 SLEEP = "import time; time.sleep(300)"
 
@@ -52,21 +54,28 @@ def test_a_run_that_has_not_ended_goes_on(store: Store) -> None:
         refuse_ended(store, "one")
 
 
+def learner(steps_max: int | None, **changes: int) -> Settings:
+    return msgspec.convert(
+        {"base_model": "x", "steps_max": steps_max, "groups_per_batch": 4, **changes}, Settings
+    )
+
+
 def test_a_drained_run_stops_the_learner_and_needs_no_more_groups(store: Store) -> None:
     store.start_run("one", "policy", {})
     assert not learner_should_stop(store, "one")
-    assert groups_needed(store, "one", None, 4) is None
+    assert groups_needed(store, "one", learner(None)) is None
     store.put_metrics("one", DRAIN, {"reason": "wall"})
     assert drained(store, "one")
     assert learner_should_stop(store, "one")
-    assert groups_needed(store, "one", None, 4) == 0
-    assert groups_needed(store, "one", 10, 4) == 0
+    assert groups_needed(store, "one", learner(None)) == 0
+    assert groups_needed(store, "one", learner(10)) == 0
 
 
 def test_a_run_needs_groups_for_the_steps_that_are_left(store: Store) -> None:
     store.start_run("one", "policy", {})
-    assert groups_needed(store, "one", 0, 4) == 0
-    assert groups_needed(store, "one", 3, 4) == 12
+    assert groups_needed(store, "one", learner(3)) == 12
+    assert groups_needed(store, "one", learner(3, passes=2)) == 8
+    assert groups_needed(store, "one", learner(8, passes=2, minibatches=2)) == 8
     assert not learner_should_stop(store, "one")
     store.end_run("one", "run_ended")
     assert learner_should_stop(store, "one")

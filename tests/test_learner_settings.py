@@ -14,6 +14,14 @@ def test_alpha_is_the_rank_unless_set() -> None:
     assert Settings(base_model="x", lora_rank=8, lora_alpha=16).alpha == 16.0
 
 
+def test_learning_rate_is_constant_or_falls_to_zero_at_the_last_step() -> None:
+    assert [Settings(base_model="x", lr=0.5).lr_at(step) for step in (0, 7)] == [0.5, 0.5]
+    falling = Settings(base_model="x", lr=0.5, lr_schedule="linear", steps_max=4)
+    assert [falling.lr_at(step) for step in range(6)] == [0.5, 0.375, 0.25, 0.125, 0.0, 0.0]
+    with pytest.raises(ConfigError, match=r"train\.lr_schedule.*train\.steps_max"):
+        Settings(base_model="x", lr_schedule="linear")
+
+
 def test_errors_name_the_setting() -> None:
     with pytest.raises(ConfigError, match=r"train\.kl_coef"):
         Settings(base_model="x", kl_coef=0.01)

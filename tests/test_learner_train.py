@@ -4,6 +4,7 @@ import os
 import random
 import shutil
 import signal
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -145,6 +146,20 @@ def test_resume_is_bit_exact(base: Path, tmp_path: Path) -> None:
     assert [row.metrics["loss"] for row in a] == [row.metrics["loss"] for row in b]
     ends = [checkpoint.load(Path(w.store.lineage(w.run_id).checkpoint or "")) for w in (whole, parts)]
     assert same(ends[0].optimizer, ends[1].optimizer)
+
+
+def committed(world: World, batches: int) -> bool:
+    return len(world.store.steps(world.run_id)) == batches
+
+
+def test_learning_rate_follows_from_the_lineage_s_steps_across_a_restart(base: Path, tmp_path: Path) -> None:
+    world = world_with(tmp_path / "db", 6)
+    config = settings(base, tmp_path, lr=0.01, lr_schedule="linear", steps_max=8, minibatches=2)
+    for batches in (1, 2):
+        stop = partial(committed, world, batches)
+        run(config, world.path, world.run_id, world.policy, stop)
+    rates = [(row.step, row.metrics["lr"]) for row in world.store.steps(world.run_id)]
+    assert rates == [(2, pytest.approx(0.01 * (1 - 0.5 / 8))), (4, pytest.approx(0.01 * (1 - 2.5 / 8)))]
 
 
 @pytest.mark.parametrize("point", ["before_commit", "after_checkpoint", "after_commit", "mid_publish"])

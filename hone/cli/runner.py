@@ -45,8 +45,7 @@ async def play(config: Config, wanted: str | None) -> None:
     def needed() -> int | None:
         nonlocal looked, groups
         if time.monotonic() - looked > LOOK_S:
-            learner = config.learner
-            groups = groups_needed(store, run_id, learner.steps_max, learner.groups_per_batch)
+            groups = groups_needed(store, run_id, config.learner)
             looked = time.monotonic()
         return groups
 
