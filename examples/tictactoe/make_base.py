@@ -3,7 +3,9 @@
     python make_base.py
 
 It learns from transcripts of random play, so it calls the tool and mostly takes free cells, without
-any idea which. Everything follows from `SEED`; takes minutes on one core and writes `base/`.
+any idea which. Like any language model it learns to expect the whole text, boards and verdicts
+included: it has seen lines being completed, but never a player who preferred that. Everything follows
+from `SEED`; takes minutes on one core and writes `base/`.
 """
 
 import random
@@ -23,12 +25,12 @@ HERE = Path(__file__).parent
 SEED = 7
 VOCABULARY_MAX = 512
 TRANSCRIPTS_FOR_TOKENIZER = 2000
-STEPS = 800
+STEPS = 1600
 BATCH = 16
 BATCHES_SORTED = 16  # drawn at once and sorted by length, against padding
 PEAK_LR = 2e-3
 SMOOTHING = 0.2  # label smoothing of moves over the nine cells: it doubts what it knows of legality
-SLIP = 0.06  # chance of an error before a move: shown to the model, never a target
+SLIP = 0.06  # chance of an error before a move: shown to the model, its answer too, never learned
 TAGS = ("<tool_call>", "</tool_call>")
 CONTROLS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 PIECES = r"[0-9XO]|\n|[^0-9XO\n]+"  # cells stay single tokens wherever they stand
@@ -39,7 +41,7 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True)
 class Transcript:
-    """A conversation; for each message its equally good moves, () if none, None if no target."""
+    """A conversation; for each message the moves it may make, () if none, None if it is not learned."""
 
     messages: list[Message]
     targets: list[tuple[int, ...] | None]
@@ -83,16 +85,16 @@ def transcript(rng: random.Random) -> Transcript:
     """One game of random legal moves, with some slips, against an opponent of random strength."""
     game = Game(seed=rng.getrandbits(32), p=rng.random(), x_starts=rng.random() < 0.5)
     messages: list[Message] = [dict(message) for message in opening(game)]
-    targets: list[tuple[int, ...] | None] = [None, None]
+    targets: list[tuple[int, ...] | None] = [None, ()]
     while not game.result:
         if rng.random() < SLIP:
             messages += slip(game, rng)
-            targets += [None, None]
+            targets += [None, ()]
             continue
         moves = legal_moves(game.board)
         cell = rng.choice(moves)
         messages += [tool_call(cell), {"role": "tool", "content": game.play(cell)}]
-        targets += [moves, None]
+        targets += [moves, ()]
     return Transcript([*messages, {"role": "assistant", "content": "Done."}], [*targets, ()])
 
 
@@ -145,11 +147,11 @@ def render(tokenizer: PreTrainedTokenizerFast, messages: list[Message]) -> str:
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, item: Transcript) -> tuple[list[int], list[Goal]]:
-    """Token ids, and goals for the tokens that a model samples in the target messages.
+    """Token ids, and goals for the tokens of the messages that are learned.
 
     A goal is the position of the logits, a token, its weight. A move shares its weight with the
     other legal ones (the mean over all transcripts, without their noise) and, smoothed, with all
-    cells. The newline after a message's end token belongs to the template: it is never sampled.
+    cells. A message's start and the newline after its end belong to the template: no goals.
     """
     ids = tokenizer.encode(render(tokenizer, item.messages), add_special_tokens=False)
     digits = tokenizer.convert_tokens_to_ids(list("012345678"))
@@ -161,7 +163,7 @@ def encode(tokenizer: PreTrainedTokenizerFast, item: Transcript) -> tuple[list[i
             continue
         for position in range(start + HEADER, end - 1):
             token = ids[position]
-            if token in digits:
+            if moves and token in digits:
                 shares = move_shares(moves)
                 goals += [(position - 1, digits[cell], share) for cell, share in shares.items()]
             else:
@@ -220,7 +222,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
 
 
 def train(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, rng: random.Random) -> None:
-    """Training on the target messages alone: AdamW, one cycle."""
+    """AdamW, one cycle."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_LR, betas=(0.9, 0.95))
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, PEAK_LR, total_steps=STEPS)
     started = time.monotonic()
