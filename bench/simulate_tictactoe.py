@@ -4,8 +4,8 @@
 
 A game is played token-exact as the agent plays it, but only the token of a move is sampled; the rest
 of a call is taken as written. Prints training rows and, every `--every` batches, 200 games against
-each opponent at temperature 1. The last line is JSON. What it leaves out: staleness, malformed calls,
-and the closing reply.
+each opponent at temperature 1. The last line is JSON. What it leaves out: malformed calls and the
+closing reply.
 """
 
 import argparse
@@ -13,6 +13,7 @@ import json
 import random
 import sys
 import time
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -154,12 +155,14 @@ def evaluate(player: Player) -> dict[str, dict[str, int]]:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--warmup", type=int, default=0, help="steps over which the learning rate rises")
     parser.add_argument("--rank", type=int, default=8)
     parser.add_argument("--groups", type=int, default=32)
     parser.add_argument("--size", type=int, default=8)
     parser.add_argument("--minibatches", type=int, default=1)
     parser.add_argument("--passes", type=int, default=1)
     parser.add_argument("--batches", type=int, default=30)
+    parser.add_argument("--stale", type=int, default=0, help="batches between a game and its update")
     parser.add_argument("--every", type=int, default=10)
     parser.add_argument("--decay", action="store_true", help="learning rate falls linearly to zero")
     parser.add_argument("--targets", help="linear layers with LoRA, comma-separated; absent: all")
@@ -183,6 +186,7 @@ def main() -> None:
         minibatches=args.minibatches,
         passes=args.passes,
         lr_schedule="linear" if args.decay else "constant",
+        lr_warmup_steps=args.warmup,
         steps_max=args.batches * args.minibatches * args.passes,
         seed=args.seed,
     )
@@ -197,13 +201,16 @@ def main() -> None:
         for one in train:
             one["p"] = args.p[0] + (one["p"] - low) / (high - low) * (args.p[1] - args.p[0])
     random.Random(args.seed).shuffle(train)
-    steps = 0
+    steps, waiting = 0, deque[list[list[Member]]]()
     began, rows = time.monotonic(), [{"games": 0, **evaluate(player)}]
     print(json.dumps(rows[0]), flush=True)
     for batch in range(args.batches):
         chosen = [train[(batch * args.groups + i) % len(train)] for i in range(args.groups)]
         played = player.play([one for one in chosen for _ in range(args.size)])
-        sums = update(settings, model, optimizer, grouped(played, args.size), lambda: False, steps)
+        waiting.append(grouped(played, args.size))
+        if len(waiting) <= args.stale:
+            continue
+        sums = update(settings, model, optimizer, waiting.popleft(), lambda: False, steps)
         steps += sums.steps
         counts = tally([game for game, _, _ in played])
         shares = "  ".join(f"{name} {count / len(played):.2f}" for name, count in counts.items())

@@ -31,8 +31,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     advantage: Literal["centred", "grpo", "leave_one_out"] = "centred"
     cispo_clip: Annotated[float, msgspec.Meta(gt=0)] = 5.0  # cap on the ratio learner/sampled
     kl_coef: float = 0.0  # only 0 for now
-    lr: Annotated[float, msgspec.Meta(ge=0)] = 2e-5  # at the first step
-    lr_schedule: Literal["constant", "linear"] = "constant"  # linear: falls to zero at steps_max
+    lr: Annotated[float, msgspec.Meta(ge=0)] = 2e-5  # its peak
+    lr_warmup_steps: Annotated[int, msgspec.Meta(ge=0)] = 0  # over which it rises to lr
+    lr_schedule: Literal["constant", "linear"] = "constant"  # after them; linear: to zero at steps_max
     betas: tuple[float, float] = (0.9, 0.95)  # of AdamW
     weight_decay: Annotated[float, msgspec.Meta(ge=0)] = 0.0
     clip_grad: Annotated[float, msgspec.Meta(gt=0)] = 1.0  # norm over all LoRA weights
@@ -65,6 +66,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             raise ConfigError("train.targets: vLLM serves no LoRA on embeddings or the output head")
         if self.lr_schedule == "linear" and self.steps_max is None:
             raise ConfigError("train.lr_schedule: linear falls to zero at train.steps_max, which is not set")
+        if self.steps_max is not None and self.lr_warmup_steps >= self.steps_max:
+            raise ConfigError("train.lr_warmup_steps: must be less than train.steps_max")
 
     @property
     def alpha(self) -> float:
@@ -78,6 +81,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     def lr_at(self, step: int) -> float:
         """The learning rate of the optimizer step that follows `step` steps of the lineage."""
+        if step < self.lr_warmup_steps:
+            return self.lr * (step + 1) / (self.lr_warmup_steps + 1)
         if self.lr_schedule == "constant" or self.steps_max is None:
             return self.lr
-        return self.lr * max(0.0, 1 - step / self.steps_max)
+        return self.lr * max(0.0, (self.steps_max - step) / (self.steps_max - self.lr_warmup_steps))

@@ -1,4 +1,5 @@
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -14,12 +15,20 @@ def test_alpha_is_the_rank_unless_set() -> None:
     assert Settings(base_model="x", lora_rank=8, lora_alpha=16).alpha == 16.0
 
 
-def test_learning_rate_is_constant_or_falls_to_zero_at_the_last_step() -> None:
-    assert [Settings(base_model="x", lr=0.5).lr_at(step) for step in (0, 7)] == [0.5, 0.5]
-    falling = Settings(base_model="x", lr=0.5, lr_schedule="linear", steps_max=4)
-    assert [falling.lr_at(step) for step in range(6)] == [0.5, 0.375, 0.25, 0.125, 0.0, 0.0]
+def rates(**changes: Any) -> list[float]:
+    settings = Settings(base_model="x", lr=0.5, **changes)
+    return [settings.lr_at(step) for step in range(6)]
+
+
+def test_learning_rate_rises_stays_and_falls_to_zero_at_the_last_step() -> None:
+    assert rates() == [0.5] * 6
+    assert rates(lr_warmup_steps=3) == [0.125, 0.25, 0.375, 0.5, 0.5, 0.5]
+    assert rates(lr_schedule="linear", steps_max=4) == [0.5, 0.375, 0.25, 0.125, 0.0, 0.0]
+    assert rates(lr_schedule="linear", lr_warmup_steps=1, steps_max=5) == [0.25, 0.5, 0.375, 0.25, 0.125, 0.0]
     with pytest.raises(ConfigError, match=r"train\.lr_schedule.*train\.steps_max"):
-        Settings(base_model="x", lr_schedule="linear")
+        rates(lr_schedule="linear")
+    with pytest.raises(ConfigError, match=r"train\.lr_warmup_steps.*train\.steps_max"):
+        rates(lr_warmup_steps=5, steps_max=5)
 
 
 def test_errors_name_the_setting() -> None:
