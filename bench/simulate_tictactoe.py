@@ -4,7 +4,7 @@
 
 A game is played token-exact as the agent plays it, but only the token of a move is sampled; the rest
 of a call is taken as written. Prints training rows and, every `--every` batches, 200 games against
-each opponent at temperature 1. The last line is JSON. What it leaves out: malformed calls and the
+each opponent at `--temperature`. The last line is JSON. What it leaves out: malformed calls and the
 closing reply.
 """
 
@@ -65,17 +65,19 @@ class Player:
         return list(self.tokenizer(text + CALL, add_special_tokens=False)["input_ids"])
 
     @torch.no_grad()
-    def next_logprobs(self, prompts: list[list[int]]) -> list[torch.Tensor]:
+    def next_logprobs(self, prompts: list[list[int]], temperature: float) -> list[torch.Tensor]:
         found = []
         for start in range(0, len(prompts), ROWS):
             part = prompts[start : start + ROWS]
             width = max(map(len, part))
             ids = torch.tensor([prompt + [0] * (width - len(prompt)) for prompt in part])
-            logits = self.network(input_ids=ids).logits  # padding stands right of everything
+            logits = self.network(input_ids=ids).logits / temperature  # padding stands right of everything
             found += [logits[row, len(prompt) - 1].log_softmax(-1) for row, prompt in enumerate(part)]
         return found
 
-    def play(self, scenarios: list[dict[str, Any]]) -> list[tuple[Game, list[int], list[Move]]]:
+    def play(
+        self, scenarios: list[dict[str, Any]], temperature: float = 1.0
+    ) -> list[tuple[Game, list[int], list[Move]]]:
         """One game a scenario: the game, all token ids, and the moves that were sampled."""
         self.merge()
         games = [Game(seed=one["seed"], p=one["p"], x_starts=one["x_starts"]) for one in scenarios]
@@ -84,7 +86,9 @@ class Player:
         moves: list[list[Move]] = [[] for _ in games]
         live = list(range(len(games)))
         while live:
-            for index, logprobs in zip(live, self.next_logprobs([prompts[i] for i in live]), strict=True):
+            for index, logprobs in zip(
+                live, self.next_logprobs([prompts[i] for i in live], temperature), strict=True
+            ):
                 token = int(torch.multinomial(logprobs.exp(), 1))
                 moves[index].append((len(prompts[index]), token, float(logprobs[token])))
                 prompts[index].append(token)
@@ -145,9 +149,9 @@ def scenarios(name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (EXAMPLE / f"{name}.jsonl").read_text().splitlines()]
 
 
-def evaluate(player: Player) -> dict[str, dict[str, int]]:
+def evaluate(player: Player, temperature: float) -> dict[str, dict[str, int]]:
     return {
-        opponent: tally([game for game, _, _ in player.play(scenarios(f"eval_{opponent}"))])
+        opponent: tally([game for game, _, _ in player.play(scenarios(f"eval_{opponent}"), temperature)])
         for opponent in ("random", "optimal")
     }
 
@@ -156,6 +160,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--warmup", type=int, default=0, help="steps over which the learning rate rises")
+    parser.add_argument("--clip", type=float, default=1.0, help="gradient norm")
     parser.add_argument("--rank", type=int, default=8)
     parser.add_argument("--groups", type=int, default=32)
     parser.add_argument("--size", type=int, default=8)
@@ -170,6 +175,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--p", type=float, nargs=2, metavar=("MIN", "MAX"), help="other opponents in training"
     )
+    parser.add_argument("--temperature", type=float, default=1.0, help="of the evaluation")
     parser.add_argument("--seed", type=int, default=42)
     return parser.parse_args()
 
@@ -187,6 +193,7 @@ def main() -> None:
         passes=args.passes,
         lr_schedule="linear" if args.decay else "constant",
         lr_warmup_steps=args.warmup,
+        clip_grad=args.clip,
         steps_max=args.batches * args.minibatches * args.passes,
         seed=args.seed,
     )
@@ -202,7 +209,7 @@ def main() -> None:
             one["p"] = args.p[0] + (one["p"] - low) / (high - low) * (args.p[1] - args.p[0])
     random.Random(args.seed).shuffle(train)
     steps, waiting = 0, deque[list[list[Member]]]()
-    began, rows = time.monotonic(), [{"games": 0, **evaluate(player)}]
+    began, rows = time.monotonic(), [{"games": 0, **evaluate(player, args.temperature)}]
     print(json.dumps(rows[0]), flush=True)
     for batch in range(args.batches):
         chosen = [train[(batch * args.groups + i) % len(train)] for i in range(args.groups)]
@@ -214,11 +221,11 @@ def main() -> None:
         steps += sums.steps
         counts = tally([game for game, _, _ in played])
         shares = "  ".join(f"{name} {count / len(played):.2f}" for name, count in counts.items())
-        entropy = sums.numbers()["entropy"]
-        seconds = time.monotonic() - began
-        print(f"batch {batch + 1}  {shares}  entropy {entropy:.2f}  {seconds:.0f} s", flush=True)
+        numbers = sums.numbers()
+        measured = f"entropy {numbers['entropy']:.2f}  norm {numbers['grad_norm']:.3f}"
+        print(f"batch {batch + 1}  {shares}  {measured}  {time.monotonic() - began:.0f} s", flush=True)
         if (batch + 1) % args.every == 0:
-            rows.append({"games": (batch + 1) * len(played), **evaluate(player)})
+            rows.append({"games": (batch + 1) * len(played), **evaluate(player, args.temperature)})
             print(json.dumps(rows[-1]), flush=True)
     print(json.dumps({"settings": vars(args), "evaluations": rows}))
 

@@ -1,6 +1,6 @@
 """Write the scenario files: `train.jsonl`, `eval_random.jsonl`, `eval_optimal.jsonl`.
 
-    python scenarios.py [--train 1024] [--eval 200] [--p-min 0.2] [--p-max 0.7]
+    python scenarios.py [--train 1024] [--eval 200] [--p-min 0.1] [--p-max 0.6]
 
 One scenario per line: `seed` decides the opponent's replies, `p` is its share of random moves.
 Every seed occurs once over all files.
@@ -67,8 +67,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Write the scenario files.")
     parser.add_argument("--train", type=int, default=1024, help="training scenarios")
     parser.add_argument("--eval", type=int, default=200, help="scenarios per evaluation set")
-    parser.add_argument("--p-min", type=float, default=0.2, help="least share of random moves")
-    parser.add_argument("--p-max", type=float, default=0.7, help="largest share of random moves")
+    parser.add_argument("--p-min", type=float, default=0.1, help="least share of random moves")
+    parser.add_argument("--p-max", type=float, default=0.6, help="largest share of random moves")
     options = parser.parse_args()
     write("train", train_set(options.train, options.p_min, options.p_max))
     write("eval_random", eval_set("random", 1.0, options.eval, options.train))
