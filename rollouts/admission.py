@@ -11,8 +11,7 @@ from rollouts.settings import Settings
 class Load(msgspec.Struct, frozen=True, kw_only=True):
     """What counts for admission at one moment."""
 
-    outstanding: int  # groups open, closed or taken in the store: dropped ones free their slot
-    versions_on_the_way: int = 0  # batches that were trained, whose version does not serve yet
+    outstanding: int  # groups open, closed or taken in the store: dropped and trained ones free their slot
     rollouts: int  # of this runner, playing or waiting for a free agent slot
     remaining: int  # groups that the epochs still hold
     needed: int | None = None  # groups that the run can still use, outstanding ones included; None: any
@@ -22,11 +21,9 @@ def groups_to_open(settings: Settings, load: Load) -> int:
     """Groups that may open now.
 
     At most `batches_outstanding_max` batches of groups are out at once, and none is opened before
-    at least one of its rollouts can run. A batch is out until the version that it trained serves:
-    agents started sooner would keep the version before.
+    at least one of its rollouts can run. Versions do not count: nothing waits for a publish.
     """
     ahead = int(settings.batches_outstanding_max * settings.groups_per_batch)
-    ahead -= load.versions_on_the_way * settings.groups_per_batch
     room = (ahead if load.needed is None else min(ahead, load.needed)) - load.outstanding
     free = settings.concurrency - load.rollouts
     startable = -(-free // settings.group_size)  # rounded up

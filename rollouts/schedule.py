@@ -12,7 +12,6 @@ from typing import Any, Literal
 import msgspec
 
 from capture.errors import Conflict
-from capture.store import Store
 from capture.types import Group
 from rollouts import desk as desks
 from rollouts.admission import Load, groups_to_open, repair
@@ -136,19 +135,12 @@ class Runner:
         return "epochs" if outstanding == 0 else None
 
     async def _load(self, needed: int | None) -> Load:
-        outstanding, on_the_way = await self._desk.ask(self._out)
         return Load(
             needed=needed,
-            outstanding=outstanding,
-            versions_on_the_way=on_the_way,
+            outstanding=await self._desk.ask(lambda s: s.outstanding_groups(self._run_id)),
             rollouts=len(self._playing),
             remaining=self._deck.total - self._next,
         )
-
-    def _out(self, store: Store) -> tuple[int, int]:
-        versions = store.versions(store.lineage(self._run_id).policy)
-        on_the_way = sum(version.state in ("committed", "published") for version in versions)
-        return store.outstanding_groups(self._run_id), on_the_way
 
     async def _open_group(self) -> None:
         """Open the next group with its first rollout: groups come into being in the order of their

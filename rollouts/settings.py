@@ -25,7 +25,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     timeout_s: Wait = 600.0  # an agent that runs longer is killed and its rollout is a timeout
     group_size: Count = 8  # rollouts of one scenario compared with each other
     groups_per_batch: Count = 8  # groups of one take by the learner
-    batches_outstanding_max: Annotated[float, msgspec.Meta(ge=1)] = 2.0  # that agents are ahead; 1: on-policy
+    batches_outstanding_max: Annotated[float, msgspec.Meta(ge=1)] = (
+        2.0  # that agents are ahead; 1: almost none
+    )
     epochs: Count = 1  # passes over the scenario set
     seed: int = 42  # of the order of the scenarios
     infrastructure_retries: Annotated[int, msgspec.Meta(ge=0)] = 2  # of a rollout that our side broke

@@ -19,7 +19,7 @@ CHAT = "/v1/chat/completions"
 SYSTEM = "You play X at tic-tac-toe. Free cells show their number. Call play until the end."
 MESSAGES = [
     {"role": "system", "content": SYSTEM},
-    {"role": "user", "content": "0 1 2\n3 4 5\n6 7 8"},
+    {"role": "user", "content": "012\n345\n678"},
 ]
 BODY: dict[str, Any] = {"model": "policy", "messages": MESSAGES, "max_tokens": 24}
 PLAY: Any = {

@@ -35,16 +35,10 @@ def test_no_group_opens_that_the_run_cannot_use() -> None:
         assert groups_to_open(SETTINGS, msgspec.structs.replace(load, needed=needed)) == groups
 
 
-def test_a_batch_is_out_until_its_version_serves() -> None:
-    load = Load(outstanding=2, rollouts=0, remaining=50, versions_on_the_way=1)
-    assert groups_to_open(SETTINGS, load) == 2
-    assert groups_to_open(SETTINGS, msgspec.structs.replace(load, versions_on_the_way=2)) == 0
-
-
 def test_agents_may_be_a_part_of_a_batch_ahead() -> None:
     settings = msgspec.structs.replace(SETTINGS, batches_outstanding_max=1.25)
     assert groups_to_open(settings, Load(outstanding=0, rollouts=0, remaining=50)) == 5
-    assert groups_to_open(settings, Load(outstanding=0, rollouts=0, remaining=50, versions_on_the_way=1)) == 1
+    assert groups_to_open(settings, Load(outstanding=4, rollouts=0, remaining=50)) == 1
 
 
 def test_a_group_larger_than_the_agents_still_opens() -> None:
