@@ -114,15 +114,17 @@ def reward_of(game: Game) -> float:
     return OUTCOMES[game.result] + WEIGHTS["format"] + WEIGHTS["invalid"] * (game.errors > 0)
 
 
-def sample_of(name: str, ids: list[int], moves: list[Move]) -> Sample:
+def sample_of(name: str, ids: list[int], moves: list[Move], temperature: float) -> Sample:
     mask, logprobs = [False] * len(ids), [0.0] * len(ids)
     for position, _, logprob in moves:
         mask[position], logprobs[position] = True, logprob
-    spans = [Span(position, position + 1, name, 0, 1.0) for position, _, _ in moves]
+    spans = [Span(position, position + 1, name, 0, temperature) for position, _, _ in moves]
     return Sample(rollout_id=name, token_ids=ids, loss_mask=mask, sampled_logprobs=logprobs, spans=spans)
 
 
-def grouped(played: list[tuple[Game, list[int], list[Move]]], size: int) -> list[list[Member]]:
+def grouped(
+    played: list[tuple[Game, list[int], list[Move]]], size: int, temperature: float, estimator: Any
+) -> list[list[Member]]:
     groups = []
     for start in range(0, len(played), size):
         part = played[start : start + size]
@@ -131,10 +133,10 @@ def grouped(played: list[tuple[Game, list[int], list[Move]]], size: int) -> list
             [
                 member(
                     Rollout(id=f"r{start + i}", key_id="bench", mode="train", reward=rewards[i]),
-                    [sample_of(f"r{start + i}", ids, moves)],
+                    [sample_of(f"r{start + i}", ids, moves, temperature)],
                     advantage,
                 )
-                for i, ((_, ids, moves), advantage) in enumerate(zip(part, advantages(rewards), strict=True))
+                for i, ((_, ids, moves), advantage) in enumerate(zip(part, advantages(rewards, estimator), strict=True))
             ]
         )
     return groups
@@ -176,6 +178,8 @@ def arguments() -> argparse.Namespace:
         "--p", type=float, nargs=2, metavar=("MIN", "MAX"), help="other opponents in training"
     )
     parser.add_argument("--temperature", type=float, default=1.0, help="of the evaluation")
+    parser.add_argument("--explore", type=float, default=1.0, help="temperature of the training games")
+    parser.add_argument("--advantage", default="centred", help="or grpo, leave_one_out")
     parser.add_argument("--seed", type=int, default=42)
     return parser.parse_args()
 
@@ -213,8 +217,8 @@ def main() -> None:
     print(json.dumps(rows[0]), flush=True)
     for batch in range(args.batches):
         chosen = [train[(batch * args.groups + i) % len(train)] for i in range(args.groups)]
-        played = player.play([one for one in chosen for _ in range(args.size)])
-        waiting.append(grouped(played, args.size))
+        played = player.play([one for one in chosen for _ in range(args.size)], args.explore)
+        waiting.append(grouped(played, args.size, args.explore, args.advantage))
         if len(waiting) <= args.stale:
             continue
         sums = update(settings, model, optimizer, waiting.popleft(), lambda: False, steps)
