@@ -81,6 +81,18 @@ class Sums(Base):
                 ),
             )
 
+    def rollout_fates(self) -> dict[str, int]:
+        with self._read():
+            found = self._sums(
+                "SELECT CASE WHEN mode != 'train' THEN mode WHEN drop_reason IS NOT NULL THEN drop_reason "
+                "ELSE 'pending' END AS fate, count(*) FROM rollouts WHERE state != 'trained' GROUP BY fate"
+            )
+            in_batches = self._sums(
+                "SELECT CASE WHEN trained_tokens > 0 THEN 'trained' WHEN zero_advantage_tokens > 0 "
+                "THEN 'zero_advantage' ELSE 'no_tokens' END AS fate, count(*) FROM ledger GROUP BY fate"
+            )
+        return found | in_batches
+
     def ledger_twice(self) -> int:
         found = self._value(
             "SELECT count(*) FROM (SELECT 1 FROM ledger GROUP BY rollout_id HAVING count(*) > 1)"
