@@ -1,14 +1,15 @@
 """Why a rollout did or did not train: the sentence, and the facts that it rests on. Pure."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 
 from capture.graph import FORKS
-from capture.store import BatchRow, WaitingCall
+from capture.store import BatchRow, History, WaitingCall
 from hone.facts import CallView, Facts, TokenCount, behind, count_tokens, head_at, member_advantages
 from hone.verdict import verdict
-from hone.words import error_line, number, sentence_of, version_of
+from hone.words import count, error_line, number, sentence_of, version_of
 
 
 class Moment(msgspec.Struct, frozen=True):
@@ -48,7 +49,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     kind: str  # what decided: see `hone.verdict`
     sentence: str
     setting: str | None  # the setting that would change it
-    setting_value: object  # its value at the time; None where it is not known
+    setting_value: Any  # its value at the time; None where it is not known
     mode: str
     state: str
     status: str | None
@@ -96,7 +97,7 @@ def explain(facts: Facts) -> Explanation:
         advantage=advantages.get(rollout.id),
         staleness=_staleness(facts),
         tokens=count_tokens(facts.calls),
-        timeline=sorted(_timeline(facts), key=lambda one: (one.at is None, one.at or 0.0)),
+        timeline=[moment for _, moment in sorted(_timeline(facts), key=lambda one: one[0])],
         group=_group(facts, advantages),
         batch=history.batch,
         calls=facts.calls,
@@ -142,30 +143,43 @@ def _group(facts: Facts, advantages: dict[str, float]) -> GroupView | None:
     return GroupView(id=group.id, state=group.state, size=group.size, members=members)
 
 
-def _timeline(facts: Facts) -> Iterator[Moment]:
+def _timeline(facts: Facts) -> Iterator[tuple[float, Moment]]:
+    """What happened, each with its place in time: scoring is not dated, but it follows sealing."""
     rollout, history = facts.rollout, facts.history
-    group, batch, drop = history.group, history.batch, history.drop
     pinned = "" if rollout.policy_version is None else f", pinned to {version_of(rollout)}"
-    yield Moment(rollout.created_at, f"opened in mode {rollout.mode}{pinned}")
+    yield _dated(rollout.created_at, f"opened in mode {rollout.mode}{pinned}")
     calls: list[CallView | WaitingCall] = [*facts.calls, *history.waiting]
     if calls:
-        yield Moment(min(call.started_at for call in calls), "first call began")
-        yield Moment(max(call.ended_at for call in calls), f"call {len(calls)} ended, the last so far")
+        newest = "newest" if rollout.state == "open" else "last"
+        yield _dated(min(call.started_at for call in calls), "first call began")
+        yield _dated(max(call.ended_at for call in calls), f"{newest} call ended")
+    sealed_at = rollout.sealed_at or rollout.created_at
     if rollout.sealed_at is not None:
-        yield Moment(rollout.sealed_at, f"sealed as {rollout.status}")
+        yield _dated(sealed_at, f"sealed as {rollout.status}")
     if rollout.reward is not None:
-        yield Moment(None, f"scored: reward {number(rollout.reward)}")
+        yield sealed_at, Moment(None, f"scored: reward {number(rollout.reward)}")
     if rollout.reward_error:
-        yield Moment(None, f"not scored: {error_line(rollout.reward_error)}")
+        yield sealed_at, Moment(None, f"not scored: {error_line(rollout.reward_error)}")
+    yield from _ending(history)
+
+
+def _ending(history: History) -> Iterator[tuple[float, Moment]]:
+    group, batch, drop = history.group, history.batch, history.drop
     if group is not None and group.closed_at is not None:
-        yield Moment(group.closed_at, f"group closed, the {len(history.members)} attempts in it compared")
+        kept = sum(member.batch_id is not None or member.state == "grouped" for member in history.members)
+        on = f" on {count(kept, 'member')}" if kept else ""
+        yield _dated(group.closed_at, f"group closed{on}")
     if batch is not None:
-        yield Moment(batch.taken_at, f"taken in batch {batch.id} with {batch.groups} groups")
+        yield _dated(batch.taken_at, f"taken in batch {batch.id} with {count(batch.groups, 'group')}")
         if batch.committed_at is not None:
             made = "no new version" if batch.version is None else f"v{batch.version} made"
-            yield Moment(batch.committed_at, f"batch committed at step {batch.step}, {made}")
+            yield _dated(batch.committed_at, f"batch committed at step {batch.step}, {made}")
     if drop is not None:
-        yield Moment(drop.at, f"dropped ({drop.reason}), with {drop.tokens} trainable tokens")
+        yield _dated(drop.at, f"dropped ({drop.reason}) with {count(drop.tokens, 'trainable token')}")
+
+
+def _dated(at: float, what: str) -> tuple[float, Moment]:
+    return at, Moment(at, what)
 
 
 def _sentences(calls: list[CallView]) -> dict[str, str]:

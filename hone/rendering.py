@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 from rich.text import Text
 
+from capture.graph import ROOT
 from capture.store import WaitingCall
 from hone.conversation import Token, Turn
 from hone.explain import Explanation, GroupView
@@ -203,7 +204,7 @@ def place(call: CallView) -> str:
     """Where the call stands in the call graph."""
     if call.parent is not None:
         return f"continues {call.parent}"
-    return f"new branch ({call.fork})"
+    return "begins a conversation" if call.fork == ROOT else f"new branch ({call.fork})"
 
 
 def _version(call: CallView) -> str:
@@ -243,8 +244,9 @@ def conversation(turns: Sequence[Turn], *, chars_max: int, tokens: bool) -> Iter
 
 def _turn_head(turn: Turn) -> Text:
     call = turn.call
-    line = Text(f"── call {call.number}  {call.id}  ", style="bold")
-    line.append(place(call), style="bold magenta" if call.fork not in (None, "root") else "")
+    line = Text()
+    line.append(f"── call {call.number}", style="bold").append(f"  {call.id}  ")
+    line.append(place(call), style="bold magenta" if call.fork not in (None, ROOT) else "")
     line.append(f"  {_version(call)}  {count(call.sampled_tokens, 'token')}  ", style="")
     line.append(call.fate, style=f"bold {style(call.fate)}")
     if call.excluded is not None and call.excluded != call.fate:
@@ -261,12 +263,18 @@ def _message(message: Mapping[str, Any], chars_max: int, colour: str) -> Iterato
     reasoning = message.get("reasoning") or message.get("reasoning_content")
     lead = Text(f"  [{role}] ", style=colour or ROLES.get(role, ""))
     if isinstance(reasoning, str):
-        yield lead + Text(f"(reasoning) {_cut(reasoning, chars_max)}", style=f"italic {colour}".strip())
+        yield lead + Text(
+            f"(reasoning) {_indented(_cut(reasoning, chars_max))}", style=f"italic {colour}".strip()
+        )
     calls = message.get("tool_calls")
     if text or not calls:
-        yield lead + Text(_cut(text, chars_max), style=colour)
+        yield lead + Text(_indented(_cut(text, chars_max)), style=colour)
     for call in calls if isinstance(calls, list) else ():
         yield lead + Text(f"→ {_cut(_tool_call(call), chars_max)}", style=colour)
+
+
+def _indented(text: str) -> str:
+    return text.replace("\n", "\n    ")
 
 
 def _content(content: object) -> str:
@@ -306,7 +314,7 @@ def _tokens(call: CallView, tokens: Sequence[Token]) -> Text:
     """A table; `owner` is call/branch."""
     table = Text("        id    logprob  mask  version  owner    advantage  token\n", style="dim")
     for token in tokens:
-        logprob = "-" if token.logprob is None else f"{token.logprob:.4f}"
+        logprob = "-" if token.logprob is None else f"{round(token.logprob, 4) + 0.0:.4f}"
         version = "-" if token.version is None else f"v{token.version}"
         owner = "-" if token.owner is None else f"{call.number}/{token.branch}"
         advantage = "-" if token.advantage is None else f"{token.advantage:+.4g}"

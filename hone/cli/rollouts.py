@@ -56,18 +56,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     listing.add_argument("--after", help="page: only ids after this one")
     raw = argparse.RawDescriptionHelpFormatter
     show = verbs.add_parser("show", help=SHOW, description=SHOW_HELP, formatter_class=raw)
-    show.add_argument(
-        "--tokens", action="store_true", help="each sampled token with its mask, logprob, owner"
-    )
+    show.add_argument("--tokens", action="store_true", help="each sampled token: mask, logprob, owner")
     show.add_argument(
         "--calls",
         type=call_numbers,
         metavar="FROM-TO",
         help=f"only these: 7, 7-12, 7-; printed without it: the first {CALLS_SHOWN}",
     )
-    show.add_argument(
-        "--chars", type=int, default=2_000, help="of a message, at most; 0: all (default: 2000)"
-    )
+    show.add_argument("--chars", type=int, default=2_000, help="most of a message (default: 2000; 0: all)")
     explain = verbs.add_parser("explain", help=EXPLAIN, description=EXPLAIN_HELP, formatter_class=raw)
     for sub in (show, explain):
         sub.add_argument("id", metavar="ROLLOUT", help=ID)
