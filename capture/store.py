@@ -56,6 +56,17 @@ class Counts(msgspec.Struct, frozen=True, kw_only=True):
     untrainable: dict[str, int]  # calls by reason
 
 
+class FateCounts(msgspec.Struct, frozen=True):
+    """How many rollouts and calls of a policy met which fate."""
+
+    rollouts: dict[str, int]
+    """By `trained`, `zero_advantage`, `no_tokens` (in a committed batch, with none that could be
+    trained), `pending`, `eval`, `observe`, or a drop reason."""
+    calls: dict[str, int]
+    """Calls of train rollouts whose tokens are not trained for a reason of their own, by that reason;
+    those that went to models that are not being trained are among them."""
+
+
 class Drop(msgspec.Struct, frozen=True):
     """When and why a rollout left the pipeline, and how many trainable sampled tokens left with it."""
 
@@ -283,10 +294,7 @@ class Store(Protocol):
     # -- sums --------------------------------------------------------------------------------
     def balance(self, policy: str) -> Balance: ...
     def counts(self, run_id: str | None = None) -> Counts: ...
-    def rollout_fates(self) -> dict[str, int]:
-        """Rollouts by what became of them: `trained`, `zero_advantage`, `no_tokens` (in a committed
-        batch, with none that could be trained), `pending`, `eval`, `observe`, or a drop reason."""
-
+    def fate_counts(self, policy: str) -> FateCounts: ...
     def ledger_twice(self) -> int:
         """Rollouts that stand in the ledger more than once: 0, or something is broken."""
 

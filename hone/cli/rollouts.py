@@ -14,7 +14,7 @@ from hone.cli.common import add_config, add_json, load_config, open_store, print
 from hone.config import Config
 
 if TYPE_CHECKING:
-    from hone.facts import Facts
+    from hone.explain.facts import Facts
 
 CALLS_SHOWN = 50
 
@@ -121,8 +121,8 @@ def _list(config: Config, store: Store, arguments: argparse.Namespace) -> int:
 
 
 def _explain(config: Config, store: Store, arguments: argparse.Namespace) -> int:
-    from hone.explain import explain
-    from hone.rendering import explained
+    from hone.explain.explanation import explain
+    from hone.explain.screen import explained
 
     facts, _ = _look(config, store, arguments.id)
     explanation = explain(facts)
@@ -134,10 +134,11 @@ def _explain(config: Config, store: Store, arguments: argparse.Namespace) -> int
 
 
 def _show(config: Config, store: Store, arguments: argparse.Namespace) -> int:
-    from hone.conversation import turns
-    from hone.explain import explain
-    from hone.rendering import conversation, cut_off, head, sentence, unread
-    from hone.tokenizer import no_text, token_texts
+    from hone.explain.conversation import turns
+    from hone.explain.explanation import explain
+    from hone.explain.screen import head, sentence, unread
+    from hone.explain.tokenizer import no_text, token_texts
+    from hone.explain.transcript import conversation, cut_off
 
     facts, calls = _look(config, store, arguments.id)
     explanation = explain(facts)
@@ -151,8 +152,8 @@ def _show(config: Config, store: Store, arguments: argparse.Namespace) -> int:
         print_json({**shown, "waiting": facts.history.waiting})
         return 0
     lines = [
-        *head(explanation),
         sentence(explanation),
+        *head(explanation),
         *conversation(found, chars_max=max(0, arguments.chars), tokens=arguments.tokens),
         *unread(facts.history.waiting),
         *cut_off(len(found), len(calls)),
@@ -163,7 +164,7 @@ def _show(config: Config, store: Store, arguments: argparse.Namespace) -> int:
 
 def _look(config: Config, store: Store, text: str) -> tuple["Facts", list[ModelCall]]:
     """The facts of the rollout that the id means, and its calls."""
-    from hone.facts import gather
+    from hone.explain.facts import gather
 
     history = store.history(store.find_rollout(text))
     rollout = history.rollout

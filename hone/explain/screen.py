@@ -1,4 +1,4 @@
-"""An explained rollout and its conversation as styled lines. Pure: nothing is printed here.
+"""An explained rollout as styled lines. Pure: nothing is printed here.
 
 Whatever a colour says, a word beside it says too. Text of agents and models loses its control
 characters, so that it cannot drive the terminal.
@@ -6,18 +6,16 @@ characters, so that it cannot drive the terminal.
 
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import msgspec
 from rich.text import Text
 
 from capture.graph import ROOT
 from capture.store import WaitingCall
-from hone.conversation import Token, Turn
-from hone.explain import Explanation, GroupView
-from hone.facts import CallView, TokenCount
-from hone.words import count, number
+from hone.explain.explanation import Explanation, GroupView
+from hone.explain.facts import CallView, TokenCount
+from hone.explain.words import count, number
 
 MEMBERS_SHOWN_MAX = 32
 CALLS_SHOWN_MAX = 200
@@ -35,7 +33,6 @@ OPENINGS = {
     "Not for training": "bold cyan",
     "Not trained": "bold red",
 }
-ROLES = {"system": "magenta", "developer": "magenta", "user": "bold", "tool": "bright_blue"}
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
@@ -55,9 +52,6 @@ def sentence(explanation: Explanation) -> Text:
     return Text(clean(explanation.sentence), style=OPENINGS.get(opening, "bold"))
 
 
-# -- explain ---------------------------------------------------------------------------------------
-
-
 def explained(explanation: Explanation) -> Iterator[Text]:
     """The sentence first, then what it rests on."""
     yield sentence(explanation)
@@ -74,10 +68,11 @@ def explained(explanation: Explanation) -> Iterator[Text]:
     if explanation.group is not None:
         yield from _group(explanation.group)
     yield from _calls(explanation)
-    if explanation.reasons:
+    told = {reason: text for reason, text in explanation.reasons.items() if reason != ROOT}
+    if told:
         yield Text()
-        for reason, text in explanation.reasons.items():
-            yield Text(f"  {reason}: {text}", style="dim")
+    for reason, text in told.items():
+        yield Text(f"  {reason}: {text}", style="dim")
 
 
 def head(explanation: Explanation) -> Iterator[Text]:
@@ -194,9 +189,9 @@ def _run_line(run: Sequence[CallView]) -> Text:
     line = Text(f"  {numbers:>6}  {ids}  {place(first)}")
     if len(run) > 1:
         line.append(", then each continues the one before")
-    line.append(f"  {count(tokens, 'token')} {_version(first)} ")
+    line.append(f"  {count(tokens, 'token')} {version(first)} ")
     line.append(first.fate, style=style(first.fate))
-    line.append(_troubles(first), style=LOST)
+    line.append(troubles(first), style=LOST)
     return line
 
 
@@ -207,124 +202,21 @@ def place(call: CallView) -> str:
     return "begins a conversation" if call.fork == ROOT else f"new branch ({call.fork})"
 
 
-def _version(call: CallView) -> str:
+def version(call: CallView) -> str:
+    """The version that sampled it, or the model where it is none of ours."""
     if call.policy is None:
         return clean(call.model) or "another model"
     return "no version" if call.policy_version is None else f"v{call.policy_version}"
 
 
-def _troubles(call: CallView) -> str:
+def troubles(call: CallView) -> str:
+    """What went wrong with it, to stand after its line; empty: nothing."""
     found = [f"status {call.status}"] if call.status != 200 else []
     found += [clean(call.error)] if call.error else []
     found += ["late"] if call.late else []
     found += ["not delivered"] if call.undelivered else []
     found += [f"retry {call.retry_count}"] if call.retry_count else []
     return f"  ({', '.join(found)})" if found else ""
-
-
-# -- show ------------------------------------------------------------------------------------------
-
-
-def conversation(turns: Sequence[Turn], *, chars_max: int, tokens: bool) -> Iterator[Text]:
-    """Each call with what was new in it; `chars_max` 0: no message is cut."""
-    for turn in turns:
-        yield Text()
-        yield _turn_head(turn)
-        if turn.like is not None and turn.like_messages:
-            yield Text(f"  ({count(turn.like_messages, 'message')} as in call {turn.like})", style="dim")
-        for message in turn.messages:
-            yield from _message(message, chars_max, "")
-        if turn.response is not None:
-            yield from _message(turn.response, chars_max, style(turn.call.fate))
-        elif not turn.call.error:
-            yield Text("  (no answer that could be read)", style="dim")
-        if tokens and turn.tokens:
-            yield _tokens(turn.call, turn.tokens)
-
-
-def _turn_head(turn: Turn) -> Text:
-    call = turn.call
-    line = Text()
-    line.append(f"── call {call.number}", style="bold").append(f"  {call.id}  ")
-    line.append(place(call), style="bold magenta" if call.fork not in (None, ROOT) else "")
-    line.append(f"  {_version(call)}  {count(call.sampled_tokens, 'token')}  ", style="")
-    line.append(call.fate, style=f"bold {style(call.fate)}")
-    if call.excluded is not None and call.excluded != call.fate:
-        line.append(f" ({call.excluded})", style=LOST)
-    if call.finish_reason not in (None, "stop", "tool_calls"):
-        line.append(f"  finish {clean(str(call.finish_reason))}", style=LOST)
-    line.append(_troubles(call), style=LOST)
-    return line
-
-
-def _message(message: Mapping[str, Any], chars_max: int, colour: str) -> Iterator[Text]:
-    role = clean(str(message.get("role") or "?"))
-    text = _content(message.get("content"))
-    reasoning = message.get("reasoning") or message.get("reasoning_content")
-    lead = Text(f"  [{role}] ", style=colour or ROLES.get(role, ""))
-    if isinstance(reasoning, str):
-        yield lead + Text(
-            f"(reasoning) {_indented(_cut(reasoning, chars_max))}", style=f"italic {colour}".strip()
-        )
-    calls = message.get("tool_calls")
-    if text or not calls:
-        yield lead + Text(_indented(_cut(text, chars_max)), style=colour)
-    for call in calls if isinstance(calls, list) else ():
-        yield lead + Text(f"→ {_cut(_tool_call(call), chars_max)}", style=colour)
-
-
-def _indented(text: str) -> str:
-    return text.replace("\n", "\n    ")
-
-
-def _content(content: object) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
-    if isinstance(content, list):
-        return "\n".join(_part(part) for part in content)
-    return _json(content)
-
-
-def _part(part: object) -> str:
-    if isinstance(part, dict):
-        text = part.get("text")
-        return text if isinstance(text, str) else f"<{part.get('type') or 'part'}>"
-    return _json(part)
-
-
-def _tool_call(call: object) -> str:
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict):
-        return _json(call)
-    arguments = function.get("arguments")
-    return f"{function.get('name')}({arguments if isinstance(arguments, str) else _json(arguments)})"
-
-
-def _json(value: object) -> str:
-    return msgspec.json.encode(value).decode()
-
-
-def _cut(text: str, chars_max: int) -> str:
-    if not chars_max or len(text) <= chars_max:
-        return clean(text)
-    return f"{clean(text[:chars_max])} … ({len(text) - chars_max} more characters: --chars 0)"
-
-
-def _tokens(call: CallView, tokens: Sequence[Token]) -> Text:
-    """A table; `owner` is call/branch."""
-    table = Text("        id    logprob  mask  version  owner    advantage  token\n", style="dim")
-    for token in tokens:
-        logprob = "-" if token.logprob is None else f"{round(token.logprob, 4) + 0.0:.4f}"
-        version = "-" if token.version is None else f"v{token.version}"
-        owner = "-" if token.owner is None else f"{call.number}/{token.branch}"
-        advantage = "-" if token.advantage is None else f"{token.advantage:+.4g}"
-        text = "" if token.text is None else msgspec.json.encode(token.text).decode()
-        table.append(
-            f"  {token.id:>8} {logprob:>10} {token.mask:>5}  {version:<7}  {owner:<7}  {advantage:<9}  ",
-        )
-        table.append(f"{clean(text)}\n", style=style(call.fate))
-    table.right_crop(1)
-    return table
 
 
 def unread(waiting: Sequence[WaitingCall]) -> Iterator[Text]:
@@ -334,13 +226,3 @@ def unread(waiting: Sequence[WaitingCall]) -> Iterator[Text]:
     for call in waiting:
         late = ", late" if call.late else ""
         yield Text(f"  {call.id}  not read yet (status {call.status}{late})", style=STYLES["pending"])
-
-
-def cut_off(shown: int, total: int) -> Iterator[Text]:
-    """Said where not every call was shown."""
-    if shown < total:
-        yield Text()
-        yield Text(
-            f"{shown} of {total} calls shown; --calls 1- shows all, --calls 7-12 some of them.",
-            style="dim",
-        )

@@ -7,9 +7,9 @@ import msgspec
 
 from capture.graph import FORKS
 from capture.store import BatchRow, History, WaitingCall
-from hone.facts import CallView, Facts, TokenCount, behind, count_tokens, head_at, member_advantages
-from hone.verdict import verdict
-from hone.words import count, error_line, number, sentence_of, version_of
+from hone.explain.facts import CallView, Facts, TokenCount, behind, count_tokens, head_at, member_advantages
+from hone.explain.verdict import verdict
+from hone.explain.words import count, error_line, number, sentence_of, version_of
 
 
 class Moment(msgspec.Struct, frozen=True):
@@ -46,7 +46,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     """The answer to "why did this rollout (not) train?", and what it rests on."""
 
     rollout_id: str
-    kind: str  # what decided: see `hone.verdict`
+    kind: str  # what decided: see `hone.explain.verdict`
     sentence: str
     setting: str | None  # the setting that would change it
     setting_value: Any  # its value at the time; None where it is not known

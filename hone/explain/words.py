@@ -4,17 +4,41 @@ from typing import Any
 
 import msgspec
 
-from capture.reasons import DROPPED, NOT_FOR_TRAINING, UNTRAINABLE
+from capture.reasons import (
+    DROPPED,
+    GRAMMAR,
+    LATE,
+    NOT_FOR_TRAINING,
+    OTHER_POLICY,
+    PROVIDER,
+    UNTRAINABLE,
+)
 from capture.types import Rollout
-from hone.facts import Facts
+from hone.explain.facts import ZERO_ADVANTAGE, Facts
 
 ERROR_CHARS_MAX = 200
+SETTINGS = {
+    GRAMMAR: "sampling.grammar",
+    PROVIDER: "routes",
+    OTHER_POLICY: "routes",
+    LATE: "proxy.finish_wait_s",
+    ZERO_ADVANTAGE: "train.group_size",
+    "failed": "train.infrastructure_retries",
+    "reward_error": "rewards.script",
+    "group_too_small": "train.group_size",
+    "agent_failure": "rewards.on_agent_failure",
+    "group_deadline": "rewards.group_deadline_s",
+    "stale": "train.staleness_max",
+    "nonfinite": "train.lr",
+    "run_ended": "train.steps_max",
+}
+"""Reason -> the setting that would change it; reasons that no setting changes are not here."""
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """The answer."""
 
-    kind: str  # what decided: a state, a drop reason, or one of the kinds in `docs/explain.md`
+    kind: str  # what decided: see `hone.explain.verdict`
     sentence: str
     setting: str | None = None  # `section.key` that would change it
 
@@ -62,18 +86,23 @@ def version_of(rollout: Rollout) -> str:
     return "-" if rollout.policy_version is None else f"v{rollout.policy_version}"
 
 
-def equals(facts: Facts, name: str) -> str:
-    """` = 4`, to stand after a setting's name; empty where its value is not known."""
+def named(facts: Facts, name: str) -> str:
+    """`train.staleness_max = 4`; the name alone where its value is not known or too long for a sentence."""
     value = facts.setting(name)
-    return "" if value is None else f" = {number(value)}"
+    return f"{name} = {number(value)}" if isinstance(value, int | float | str) and value != "" else name
 
 
 def ago(facts: Facts, at: float) -> str:
     """`12 s ago`."""
-    seconds = max(0.0, facts.now - at)
+    return f"{duration(facts.now - at)} ago"
+
+
+def duration(seconds: float) -> str:
+    """`12 s`, `3 min`, `5 h`."""
+    seconds = max(0.0, seconds)
     if seconds < 120:
-        return f"{seconds:.0f} s ago"
-    return f"{seconds / 60:.0f} min ago" if seconds < 7200 else f"{seconds / 3600:.0f} h ago"
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"
 
 
 def leads(facts: Facts, prefix: str) -> bool:
@@ -81,6 +110,11 @@ def leads(facts: Facts, prefix: str) -> bool:
     return any(name.startswith(prefix) for name in facts.history.leases)
 
 
-def nobody_does(facts: Facts, part: str) -> str:
-    """Said where the part that does the next thing holds no lease, so does not run."""
-    return "" if leads(facts, part) else f"; no {part} runs now: `hone up` starts it"
+def no_control(facts: Facts) -> str:
+    """Said where control does the next thing and does not run."""
+    return "" if leads(facts, "control") else "; no control runs now: `hone up` starts it"
+
+
+def no_learner(facts: Facts) -> str:
+    """Said where the learner does the next thing and does not run."""
+    return "" if leads(facts, "learner:") else "; no learner runs now: `hone train` starts one"

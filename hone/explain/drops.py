@@ -5,9 +5,11 @@ from collections.abc import Callable
 
 from capture.reasons import DROPPED
 from capture.types import Rollout
-from hone.facts import Facts, alive_members, behind, head_at
-from hone.words import Verdict, count, equals, error_line, sentence_of, shortened, version_of
+from hone.explain.facts import Facts, alive_members, behind, head_at
+from hone.explain.words import Verdict, count, error_line, named, sentence_of, shortened, version_of
 from rewards.groups import MEMBERS_MIN
+
+_RETRIES = "train.infrastructure_retries"
 
 
 def dropped(facts: Facts) -> Verdict:
@@ -21,32 +23,43 @@ def _plain(facts: Facts) -> Verdict:
     rollout = facts.rollout
     reason = rollout.drop_reason or rollout.state
     if reason == facts.history.run_end_reason:
-        return Verdict(
-            kind=reason,
-            sentence=f"Not trained: run {rollout.run_id} ended ({reason}) before a batch with it was "
-            "committed.",
-        )
+        return _run_ended(facts, reason)
     why = f"{sentence_of(reason)} ({reason})" if reason in DROPPED else f"it was dropped ({reason})"
     return Verdict(kind=reason, sentence=f"Not trained: {why}.")
+
+
+def _run_ended(facts: Facts, reason: str) -> Verdict:
+    """A run ends at `steps_max`, at `wall_s`, or with its scenarios; only of the first we can be sure."""
+    lineage, steps_max = facts.history.lineage, facts.setting("train.steps_max")
+    setting = "train.wall_s" if facts.setting("train.wall_s") is not None else None
+    if lineage is not None and steps_max is not None and lineage.step >= steps_max:
+        setting = "train.steps_max"
+    at = f" at step {lineage.step}" if lineage is not None else ""
+    limit = f" ({named(facts, setting)})" if setting else ""
+    return Verdict(
+        kind=reason,
+        sentence=f"Not trained: run {facts.rollout.run_id} ended{at}{limit} before a batch with it was "
+        "committed.",
+        setting=setting,
+    )
 
 
 def _failed(facts: Facts) -> Verdict:
     rollout, group = facts.rollout, facts.history.members
     again = next((member.id for member in group if member.replaces == rollout.id), None)
-    retries = facts.setting("train.infrastructure_retries")
     broken = next((call for call in reversed(facts.calls) if call.error or call.status >= 500), None)
-    why = ""
+    why = "its runner could not run it to its end: see logs/runner.log"
     if broken is not None:
-        why = f" (call {broken.number}: {shortened(broken.error or f'status {broken.status}')})"
-    then = ""
-    if again is not None:
-        then = f"; {again} repeats it"
-    elif retries is not None and rollout.attempt >= retries:
-        then = f"; it was the last of {retries + 1} attempts (train.infrastructure_retries = {retries})"
+        why = f"call {broken.number}: {shortened(broken.error or f'status {broken.status}')}"
+    retries = facts.setting("train.infrastructure_retries")
+    then = f"; {again} repeats it" if again is not None else ""
+    if again is None and retries is not None:
+        left = "the last one" if rollout.attempt >= retries else "not repeated yet"
+        then = f"; it was attempt {rollout.attempt + 1} of {retries + 1}, {left} ({_RETRIES} = {retries})"
     return Verdict(
         kind="failed",
-        sentence=f"Not trained: the infrastructure failed, not the agent{why}{then}.",
-        setting="train.infrastructure_retries",
+        sentence=f"Not trained: the infrastructure failed, not the agent ({why}){then}.",
+        setting=_RETRIES,
     )
 
 
@@ -55,6 +68,13 @@ def _reward_error(facts: Facts) -> Verdict:
     if text.startswith("no score"):  # nothing ran: the sentence says what was missing
         setting = "rewards.require" if "was posted within" in text else "rewards.script"
         return Verdict(kind="reward_error", sentence=f"Not trained: {shortened(text)}.", setting=setting)
+    if text.startswith("no result after"):  # and then comes where it was at the deadline
+        said = text.splitlines()[0].partition(";")[0]
+        return Verdict(
+            kind="reward_error",
+            sentence=f"Not trained: the reward script gave {said} (rewards.timeout_s).",
+            setting="rewards.timeout_s",
+        )
     return Verdict(
         kind="reward_error",
         sentence=f"Not trained: the reward script failed: {error_line(text)}.",
@@ -68,8 +88,8 @@ def _stale(facts: Facts) -> Verdict:
         return Verdict(
             kind="pin_expired",
             sentence=f"Not trained: it took so long that its version {version_of(rollout)} had to make "
-            "room for newer ones on the engine before it was finished (stale; engine.versions_max"
-            f"{equals(facts, 'engine.versions_max')}).",
+            "room for newer ones on the engine before it was finished (stale; "
+            f"{named(facts, 'engine.versions_max')}).",
             setting="engine.versions_max",
         )
     head = head_at(facts, drop.at)
@@ -77,13 +97,13 @@ def _stale(facts: Facts) -> Verdict:
     ages = [(_age(facts, member, head), member) for member in [rollout, *others]]
     steps, oldest = max(ages, key=lambda one: one[0])  # its own where others are as old
     whose = "its tokens" if oldest.id == rollout.id else f"the tokens of its member {oldest.id}"
-    how = f"{whose} ({version_of(oldest)}) were {count(steps, 'version')} behind v{head}"
+    how = f"were {count(steps, 'version')} behind v{head}, more than {named(facts, 'train.staleness_max')}"
     if behind(facts, oldest.policy_version, head) is None:
-        how = f"{whose} ({version_of(oldest)}) are not of the lineage of v{head}"
+        how = f"are not of the lineage of v{head}"
     return Verdict(
         kind="stale",
-        sentence=f"Not trained: its group {group.id} was dropped as stale: {how}, more than "
-        f"train.staleness_max{equals(facts, 'train.staleness_max')}.",
+        sentence=f"Not trained: its group {group.id} was dropped as stale: {whose} ({version_of(oldest)}) "
+        f"{how}.",
         setting="train.staleness_max",
     )
 
@@ -124,8 +144,8 @@ def _agent_failure(facts: Facts) -> Verdict:
 def _group_deadline(facts: Facts) -> Verdict:
     return Verdict(
         kind="group_deadline",
-        sentence="Not trained: its group closed at its deadline (rewards.group_deadline_s"
-        f"{equals(facts, 'rewards.group_deadline_s')}) before this rollout had a reward.",
+        sentence="Not trained: its group closed at its deadline "
+        f"({named(facts, 'rewards.group_deadline_s')}) before this rollout had a reward.",
         setting="rewards.group_deadline_s",
     )
 
@@ -139,7 +159,7 @@ def _nonfinite(facts: Facts) -> Verdict:
     return Verdict(
         kind="nonfinite",
         sentence=f"Not trained: batch {facts.rollout.batch_id} gave a gradient that is not finite, twice, "
-        "and was dropped; a lower train.lr helps.",
+        f"and was dropped; a lower learning rate helps ({named(facts, 'train.lr')}).",
         setting="train.lr",
     )
 

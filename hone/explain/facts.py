@@ -4,13 +4,14 @@ The call graph is asked again rather than trusted from memory: for an open rollo
 settled, it says what would become of each call if the rollout were sealed now.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from capture.graph import CallGraph, build, fates, samples
-from capture.reasons import NOT_FOR_TRAINING, UNTRAINABLE
+from capture.reasons import NOT_FOR_TRAINING
 from capture.store import History
 from capture.types import LedgerRow, ModelCall, Rollout, Version
 from learner.advantage import Kind, advantages
@@ -43,6 +44,11 @@ class CallView(msgspec.Struct, frozen=True, kw_only=True):
     undelivered: bool = False
     retry_count: int = 0
     error: str | None = None
+
+    @property
+    def lost(self) -> bool:
+        """Whether its tokens are not trained for a reason of its own, whatever becomes of its rollout."""
+        return self.excluded is not None and self.fate == self.excluded
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
@@ -166,29 +172,22 @@ class TokenCount(msgspec.Struct, frozen=True, kw_only=True):
 
 def count_tokens(calls: Sequence[CallView]) -> TokenCount:
     """Count each call's tokens under what became of them."""
-    by_fate: dict[str, int] = {}
-    for call in calls:
-        if call.policy is not None:
-            by_fate[call.fate] = by_fate.get(call.fate, 0) + call.sampled_tokens
-    sampled = sum(by_fate.values())
-    trained, zero, pending = (by_fate.pop(name, 0) for name in (TRAINED, ZERO_ADVANTAGE, PENDING))
-    never = sum(by_fate.pop(mode, 0) for mode in ("eval", "observe"))
-    lost = {reason: n for reason, n in by_fate.items() if is_call_reason(reason) and n}
+    own = [call for call in calls if call.policy is not None]
+    lost, shared = Counter[str](), Counter[str]()
+    for call in own:
+        (lost if call.lost else shared)[call.fate] += call.sampled_tokens
+    trained, zero, pending = (shared.pop(name, 0) for name in (TRAINED, ZERO_ADVANTAGE, PENDING))
+    never = sum(shared.pop(mode, 0) for mode in NOT_FOR_TRAINING)
     return TokenCount(
-        sampled=sampled,
+        sampled=sum(call.sampled_tokens for call in own),
         trained=trained,
         zero_advantage=zero,
         pending=pending,
-        dropped=sum(n for reason, n in by_fate.items() if not is_call_reason(reason)),
-        untrainable=lost,
+        dropped=shared.total(),
+        untrainable={reason: tokens for reason, tokens in lost.items() if tokens},
         not_for_training=never,
         elsewhere=sum(call.sampled_tokens for call in calls if call.policy is None),
     )
-
-
-def is_call_reason(reason: str) -> bool:
-    """Whether it is said of single calls rather than of whole rollouts."""
-    return reason in UNTRAINABLE or (reason in NOT_FOR_TRAINING and reason not in ("eval", "observe"))
 
 
 def member_advantages(facts: Facts) -> dict[str, float]:

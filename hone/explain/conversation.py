@@ -8,7 +8,7 @@ import msgspec
 
 from capture.normalise import message_key
 from capture.types import ModelCall
-from hone.facts import CallView
+from hone.explain.facts import CallView
 
 TokenText = Callable[[int], str | None]
 
