@@ -4,17 +4,13 @@ import argparse
 import re
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from capture.store import Store
-from capture.types import ModelCall, Rollout
+from capture.types import Rollout
 from hone.cli.common import add_config, add_json, load_config, open_store, print_json, print_lines
 from hone.config import Config
-
-if TYPE_CHECKING:
-    from hone.explain.facts import Facts
 
 CALLS_SHOWN = 50
 
@@ -122,9 +118,10 @@ def _list(config: Config, store: Store, arguments: argparse.Namespace) -> int:
 
 def _explain(config: Config, store: Store, arguments: argparse.Namespace) -> int:
     from hone.explain.explanation import explain
+    from hone.explain.look import look
     from hone.explain.screen import explained
 
-    facts, _ = _look(config, store, arguments.id)
+    facts, _ = look(store, arguments.id, config.sections())
     explanation = explain(facts)
     if arguments.json:
         print_json(explanation)
@@ -136,11 +133,12 @@ def _explain(config: Config, store: Store, arguments: argparse.Namespace) -> int
 def _show(config: Config, store: Store, arguments: argparse.Namespace) -> int:
     from hone.explain.conversation import turns
     from hone.explain.explanation import explain
+    from hone.explain.look import look
     from hone.explain.screen import head, sentence, unread
     from hone.explain.tokenizer import no_text, token_texts
     from hone.explain.transcript import conversation, cut_off
 
-    facts, calls = _look(config, store, arguments.id)
+    facts, calls = look(store, arguments.id, config.sections())
     explanation = explain(facts)
     wanted = arguments.calls or range(1, len(calls) + 1 if arguments.json else CALLS_SHOWN + 1)
     base_model = facts.setting("policy.base_model") or ""
@@ -160,21 +158,6 @@ def _show(config: Config, store: Store, arguments: argparse.Namespace) -> int:
     ]
     print_lines(lines, pager=not arguments.no_pager)
     return 0
-
-
-def _look(config: Config, store: Store, text: str) -> tuple["Facts", list[ModelCall]]:
-    """The facts of the rollout that the id means, and its calls."""
-    from hone.explain.facts import gather
-
-    history = store.history(store.find_rollout(text))
-    rollout = history.rollout
-    calls = store.calls(rollout.id)
-    versions = store.versions(rollout.policy) if rollout.policy else []
-    settings = config.sections()
-    if history.lineage is not None:  # what the run was started with decided, not what the file says now
-        for section, table in store.run_settings(history.lineage.run_id).items():
-            settings[section] = {**settings.get(section, {}), **table} if isinstance(table, dict) else table
-    return gather(history, calls, versions, settings, store.now()), calls
 
 
 def _public(rollout: Rollout) -> Rollout:

@@ -45,8 +45,8 @@ def _run_ended(facts: Facts, reason: str) -> Verdict:
 
 
 def _failed(facts: Facts) -> Verdict:
-    rollout, group = facts.rollout, facts.history.members
-    again = next((member.id for member in group if member.replaces == rollout.id), None)
+    rollout, history = facts.rollout, facts.history
+    again = next((member.id for member in history.members if member.replaces == rollout.id), None)
     broken = next((call for call in reversed(facts.calls) if call.error or call.status >= 500), None)
     why = "its runner could not run it to its end: see logs/runner.log"
     if broken is not None:
@@ -54,7 +54,8 @@ def _failed(facts: Facts) -> Verdict:
     retries = facts.setting("train.infrastructure_retries")
     then = f"; {again} repeats it" if again is not None else ""
     if again is None and retries is not None:
-        left = "the last one" if rollout.attempt >= retries else "not repeated yet"
+        over = history.run_end_reason is not None or (history.group and history.group.state != "open")
+        left = "the last one" if rollout.attempt >= retries else f"not repeated{'' if over else ' yet'}"
         then = f"; it was attempt {rollout.attempt + 1} of {retries + 1}, {left} ({_RETRIES} = {retries})"
     return Verdict(
         kind="failed",

@@ -141,5 +141,5 @@ def lines(usage: Usage) -> Iterator[str]:
     for one in usage.shares:
         share = "" if one.share is None else percent(one.share)
         why = "" if one.fate in USABLE or not one.why else f": {one.why.removesuffix('.')}"
-        setting = f" ({one.setting})" if one.setting else ""
-        yield f"  {one.tokens:>{digits}} {share:>6}  {one.fate:<{fates}}  {count(one.met_by, one.of)}{why}{setting}"
+        why += f" ({one.setting})" if one.setting else ""
+        yield f"  {one.tokens:>{digits}} {share:>6}  {one.fate:<{fates}}  {count(one.met_by, one.of)}{why}"

@@ -8,7 +8,8 @@ setting to change where there is one. What decided is the verdict's `kind`:
   `group_waits`, `grouped`, `taken`;
 * left before it was trained (`hone.explain.drops`): a drop reason, or `pin_expired`;
 * in a committed batch (`hone.explain.batched`): `trained`, `zero_advantage`, `zero_variance`;
-* `no_tokens`: none of its tokens may be trained, whatever becomes of its group.
+* whatever becomes of its group: `no_tokens` (none of its tokens may be trained), `no_run` (no learner
+  takes the group).
 """
 
 from collections.abc import Callable
@@ -30,9 +31,19 @@ def verdict(facts: Facts) -> Verdict:
         return _observed(facts)
     if rollout.state in ("dropped", "failed", "reward_error"):
         return dropped(facts)
+    if rollout.group_id is not None and rollout.run_id is None:
+        return _without_run(facts)
     if rollout.state in _SETTLED and not count_tokens(facts.calls).pending:
         return nothing_to_train(facts)
     return _STATES[rollout.state](facts)
+
+
+def _without_run(facts: Facts) -> Verdict:
+    return Verdict(
+        kind="no_run",
+        sentence="Not trained: no run was on when it was opened, so no learner takes its group "
+        f"{facts.rollout.group_id}; open rollouts for training while `hone train` runs.",
+    )
 
 
 def _evaluation(facts: Facts) -> Verdict:

@@ -79,10 +79,13 @@ def scored(facts: Facts) -> Verdict:
     total = sum(missing.values())
     parts = ", ".join(f"{amount} {what}" for what, amount in missing.items())
     more = "more rollout" if total == 1 else "more rollouts"
+    limit = f"at most until its deadline ({named(facts, 'rewards.group_deadline_s')})"
+    if deadline and facts.now - group.created_at >= deadline:
+        limit = f"past its deadline ({named(facts, 'rewards.group_deadline_s')}) only until two are scored"
     return Verdict(
         kind="group_waits",
-        sentence=f"Not yet: {name} waits for {total} {more} of {group.size} ({parts}), at most until its "
-        f"deadline ({named(facts, 'rewards.group_deadline_s')}){no_control(facts)}.",
+        sentence=f"Not yet: {name} waits for {total} {more} of {group.size} ({parts}), {limit}"
+        f"{no_control(facts)}.",
         setting="rewards.group_deadline_s",
     )
 
