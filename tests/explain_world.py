@@ -27,8 +27,8 @@ def sections(**changed: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Every setting of a `hone.toml` that says only this."""
     small = {"group_size": 2, "groups_per_batch": 1}
     raw = {
-        **changed,
         "policy": {"base_model": "org/model"},
+        **changed,
         "train": {**small, **changed.get("train", {})},
     }
     return resolve(raw, {}, Path("/work/hone.toml"), "cpu").sections()

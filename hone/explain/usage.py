@@ -106,7 +106,7 @@ def _why(fate: str) -> str:
 def _sentence(policy: str, balance: Balance, for_training: int, shares: list[Share]) -> str:
     if not for_training:
         most = next((one for one in shares if one.fate not in USABLE), None)
-        why = f": {_loss(most)}" if most else ""
+        why = f"; the most common fate is {_loss(most)}" if most else ""
         return f"Usable: nothing yet, {policy} sampled no token for training{why}."
     usable = percent((balance.trained + balance.pending) / for_training)
     terms = f"{balance.trained} trained, {balance.pending} pending"
