@@ -334,7 +334,14 @@ def test_waiting_past_the_deadline(tmp_path: Path) -> None:
         world.group()
         assert world.why("r_a")[0] == (
             "Not yet: its group g_1 waits for 1 more rollout of 2 (1 running), past its deadline "
-            f"(rewards.group_deadline_s = 0.001) only until two are scored{CONTROL}."
+            f"(rewards.group_deadline_s = 0.001) only until 2 are scored{CONTROL}."
+        )
+        world.open("r_c", "g_2")
+        world.played("r_d", 0.0, group="g_2", size=3)
+        world.played("r_e", 0.0, group="g_2", size=3)
+        assert world.why("r_d")[0] == (
+            "Not yet: its group g_2 is past its deadline (rewards.group_deadline_s = 0.001) and closes next, "
+            f"on the 2 members that are scored{CONTROL}."
         )
 
 
@@ -343,7 +350,7 @@ def test_a_group_that_is_complete_or_of_no_size(world: World) -> None:
     world.played("r_b", 0.0)
     world.played("r_c", 0.0, group="g_2", size=0)
     world.store.acquire_lease("control", "control-1", 5.0)
-    assert world.why("r_a") == ("Not yet: its group g_1 has all its 2 members and closes next.", None)
+    assert world.why("r_a")[0] == "Not yet: its group g_1 has all its 2 members and closes next."
     assert world.why("r_c") == (
         "Not yet: its group g_2 has no declared size and closes 3600 s after it was opened "
         "(rewards.group_deadline_s).",

@@ -139,10 +139,9 @@ def test_json_has_it_all(world: World, hone: Run) -> None:
     assert [one["call"]["fork"] for one in shown["calls"]] == ["root", "retokenised", None]
     assert (third["call"]["parent"], third["like"], third["like_messages"]) == (2, 2, 5)
     assert (first["messages"], second["messages"], third["messages"]) == ([SYSTEM, GO], [MORE], [GO])
-    text = {"text": token_texts(str(BASE))(3)}  # type: ignore[misc]
     assert first["tokens"][0] == {
         "id": 3,
-        **text,
+        "text": "!",
         "logprob": -0.375,
         "mask": 1,
         "version": 0,
@@ -267,9 +266,20 @@ def test_a_long_conversation_is_one_line_of_calls(world: World) -> None:
 
 
 def test_texts_of_tokens() -> None:
-    texts = token_texts(str(BASE))
+    texts = token_texts(str(BASE), [3, 3, 4])
     assert texts is not None
-    assert texts(10**6) is None
-    assert token_texts("no/such-model") is None
-    assert token_texts("") is None
+    assert [texts(3), texts(4)] == ["!", '"']
+    assert token_texts(str(BASE), [3, 10**6]) is None  # another model's tokens
+    assert token_texts("no/such-model", [3]) is None
+    assert token_texts("", []) is None
     assert no_text(3) is None
+
+
+def test_tokens_of_another_model_are_shown_without_texts(world: World, hone: Run) -> None:
+    world.open("r_c", "g_2")
+    world.call("r_c", [1, 2], [3, 600])  # the example has 512 tokens
+    world.ingest()
+    *_, row, last, _, said = hone("show", "r_c", "--tokens")[1].splitlines()
+    assert row.split() == ["3", "-0.3750", "1", "v0", "1/1", "-"]
+    assert last.split()[:2] == ["600", "-75.0000"]
+    assert said == f"The tokenizer of these tokens ({BASE}) is not here."

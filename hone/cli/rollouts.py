@@ -11,6 +11,7 @@ from capture.store import Store
 from capture.types import Rollout
 from hone.cli.common import add_config, add_json, load_config, open_store, print_json, print_lines
 from hone.config import Config
+from hone.printing import redacted
 
 CALLS_SHOWN = 50
 
@@ -121,7 +122,7 @@ def _explain(config: Config, store: Store, arguments: argparse.Namespace) -> int
     from hone.explain.look import look
     from hone.explain.screen import explained
 
-    facts, _ = look(store, arguments.id, config.sections())
+    facts, _ = look(store, arguments.id, redacted(config.sections()))
     explanation = explain(facts)
     if arguments.json:
         print_json(explanation)
@@ -136,13 +137,14 @@ def _show(config: Config, store: Store, arguments: argparse.Namespace) -> int:
     from hone.explain.look import look
     from hone.explain.screen import head, sentence, unread
     from hone.explain.tokenizer import no_text, token_texts
-    from hone.explain.transcript import conversation, cut_off
+    from hone.explain.transcript import conversation, cut_off, without_texts
 
-    facts, calls = look(store, arguments.id, config.sections())
+    facts, calls = look(store, arguments.id, redacted(config.sections()))
     explanation = explain(facts)
     wanted = arguments.calls or range(1, len(calls) + 1 if arguments.json else CALLS_SHOWN + 1)
-    base_model = facts.setting("policy.base_model") or ""
-    texts = (token_texts(base_model) or no_text) if arguments.tokens else None
+    base_model, texts = str(facts.setting("policy.base_model") or ""), None
+    if arguments.tokens:
+        texts = token_texts(base_model, (id for call in calls for id in call.sampled_ids)) or no_text
     found = turns(calls, facts.calls, numbers=wanted, token_text=texts, advantage=explanation.advantage)
     if arguments.json:
         rollout = _public(facts.rollout)
@@ -154,6 +156,7 @@ def _show(config: Config, store: Store, arguments: argparse.Namespace) -> int:
         *head(explanation),
         *conversation(found, chars_max=max(0, arguments.chars), tokens=arguments.tokens),
         *unread(facts.history.waiting),
+        *(without_texts(base_model) if texts is no_text else ()),
         *cut_off(len(found), len(calls)),
     ]
     print_lines(lines, pager=not arguments.no_pager)

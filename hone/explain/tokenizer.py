@@ -1,11 +1,12 @@
 """A token's text, where the base model's tokenizer lies on this machine."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 
-def token_texts(base_model: str) -> Callable[[int], str | None] | None:
-    """Token id -> its text, None for an id that it does not have; None where no tokenizer is at hand.
+def token_texts(base_model: str, ids: Iterable[int]) -> Callable[[int], str | None] | None:
+    """Token id -> its text; None where the tokenizer of these ids is not at hand: one that does not know
+    them all belongs to another model, and its texts would be wrong.
 
     `base_model` is a directory, or a Hugging Face id whose files were downloaded before: nothing is
     fetched. A token that is part of a character reads as U+FFFD.
@@ -18,10 +19,10 @@ def token_texts(base_model: str) -> Callable[[int], str | None] | None:
     except ImportError:  # it comes with the learner and with vLLM; reading the store needs neither
         return None
     tokenizer = Tokenizer.from_file(str(path))
+    if any(tokenizer.id_to_token(id) is None for id in set(ids)):
+        return None
 
     def text(id: int) -> str | None:
-        if tokenizer.id_to_token(id) is None:
-            return None
         return str(tokenizer.decode([id], skip_special_tokens=False))
 
     return text

@@ -102,7 +102,8 @@ def _cut(text: str, chars_max: int) -> str:
 
 def _tokens(call: CallView, tokens: Sequence[Token]) -> Text:
     """A table; `owner` is call/branch."""
-    table = Text("        id    logprob  mask  version  owner    advantage  token\n", style="dim")
+    table = Text()
+    table.append("        id    logprob  mask  version  owner    advantage  token\n", style="dim")
     for token in tokens:
         logprob = "-" if token.logprob is None else f"{round(token.logprob, 4) + 0.0:.4f}"
         version = "-" if token.version is None else f"v{token.version}"
@@ -111,6 +112,7 @@ def _tokens(call: CallView, tokens: Sequence[Token]) -> Text:
         text = "" if token.text is None else msgspec.json.encode(token.text).decode()
         table.append(
             f"  {token.id:>8} {logprob:>10} {token.mask:>5}  {version:<7}  {owner:<7}  {advantage:<9}  ",
+            style="" if token.mask else "dim",
         )
         table.append(f"{clean(text)}\n", style=style(call.fate))
     table.right_crop(1)
@@ -125,3 +127,9 @@ def cut_off(shown: int, total: int) -> Iterator[Text]:
             f"{shown} of {total} calls shown; --calls 1- shows all, --calls 7-12 some of them.",
             style="dim",
         )
+
+
+def without_texts(base_model: str) -> Iterator[Text]:
+    """Said where tokens are shown by their ids alone."""
+    yield Text()
+    yield Text(f"The tokenizer of these tokens ({clean(base_model) or 'no model'}) is not here.", style="dim")

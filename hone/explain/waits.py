@@ -5,6 +5,7 @@ from collections import Counter
 from hone.explain.drops import ungrouped
 from hone.explain.facts import Facts, alive_members
 from hone.explain.words import Verdict, ago, are, count, duration, named, no_control, no_learner, number
+from rewards.groups import MEMBERS_MIN
 
 
 def opened(facts: Facts) -> Verdict:
@@ -60,32 +61,36 @@ def ingested(facts: Facts) -> Verdict:
 
 def scored(facts: Facts) -> Verdict:
     """Its group is open."""
-    group = facts.history.group
+    group, deadline = facts.history.group, facts.setting("rewards.group_deadline_s")
     if group is None:
         return ungrouped(facts)
-    name, deadline = f"its group {group.id}", facts.setting("rewards.group_deadline_s")
+    overdue = deadline is not None and facts.now - group.created_at >= deadline
+    late = f"past its deadline ({named(facts, 'rewards.group_deadline_s')})"
+    have = sum(member.state == "scored" for member in facts.history.members)
+    if overdue and have >= MEMBERS_MIN:
+        return _group_open(facts, f"is {late} and closes next, on the {have} members that are scored")
     if not group.size:
-        late = f" {number(deadline)} s after it was opened" if deadline else " in time"
-        return Verdict(
-            kind="group_open",
-            sentence=f"Not yet: {name} has no declared size and closes{late} (rewards.group_deadline_s)"
-            f"{no_control(facts)}.",
-            setting="rewards.group_deadline_s",
-        )
+        then = f" {number(deadline)} s after it was opened" if deadline else " in time"
+        return _group_open(facts, f"has no declared size and closes{then} (rewards.group_deadline_s)")
     missing = _missing(facts, group.size)
     if not missing:
-        sentence = f"{name} has all its {group.size} members and closes next{no_control(facts)}"
-        return Verdict(kind="group_open", sentence=f"Not yet: {sentence}.")
+        return _group_open(facts, f"has all its {group.size} members and closes next")
     total = sum(missing.values())
     parts = ", ".join(f"{amount} {what}" for what, amount in missing.items())
-    more = "more rollout" if total == 1 else "more rollouts"
     limit = f"at most until its deadline ({named(facts, 'rewards.group_deadline_s')})"
-    if deadline and facts.now - group.created_at >= deadline:
-        limit = f"past its deadline ({named(facts, 'rewards.group_deadline_s')}) only until two are scored"
-    return Verdict(
+    if overdue:
+        limit = f"{late} only until {MEMBERS_MIN} are scored"
+    return _group_open(
+        facts,
+        f"waits for {total} more {'rollout' if total == 1 else 'rollouts'} of {group.size} ({parts}), {limit}",
         kind="group_waits",
-        sentence=f"Not yet: {name} waits for {total} {more} of {group.size} ({parts}), {limit}"
-        f"{no_control(facts)}.",
+    )
+
+
+def _group_open(facts: Facts, what: str, *, kind: str = "group_open") -> Verdict:
+    return Verdict(
+        kind=kind,
+        sentence=f"Not yet: its group {facts.rollout.group_id} {what}{no_control(facts)}.",
         setting="rewards.group_deadline_s",
     )
 
