@@ -80,10 +80,9 @@ def scored(facts: Facts) -> Verdict:
     limit = f"at most until its deadline ({named(facts, 'rewards.group_deadline_s')})"
     if overdue:
         limit = f"{late} only until {MEMBERS_MIN} are scored"
+    more = "more rollout" if total == 1 else "more rollouts"
     return _group_open(
-        facts,
-        f"waits for {total} more {'rollout' if total == 1 else 'rollouts'} of {group.size} ({parts}), {limit}",
-        kind="group_waits",
+        facts, f"waits for {total} {more} of {group.size} ({parts}), {limit}", kind="group_waits"
     )
 
 
