@@ -10,9 +10,11 @@ from capture_makers import POLICY, model_call, request, response, rollout
 from explain_world import RUN, World, sections
 
 from capture.errors import Conflict, NotFound
+from capture.graph import FORKS
 from capture.reasons import UNTRAINABLE
 from capture.sqlite import SqliteStore
 from hone.explain.explanation import explain
+from hone.explain.facts import ROOT
 from hone.explain.look import look
 from hone.explain.words import SETTINGS, error_line, sentence_of
 
@@ -626,6 +628,10 @@ def test_every_setting_that_is_named_exists() -> None:
         for key in name.split("."):
             assert key in value, name
             value = value[key]
+
+
+def test_the_one_fork_that_is_no_trouble_is_a_fork() -> None:
+    assert ROOT in FORKS
 
 
 @pytest.mark.parametrize(

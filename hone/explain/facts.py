@@ -18,6 +18,7 @@ from learner.advantage import Kind, advantages
 from rewards.groups import current
 
 TRAINED, ZERO_ADVANTAGE, PENDING = "trained", "zero_advantage", "pending"
+ROOT = "root"  # of `FORKS`: the one reason for a branch that is no trouble
 
 
 class CallView(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,7 +27,7 @@ class CallView(msgspec.Struct, frozen=True, kw_only=True):
     number: int  # from 1, in the order of start
     id: str
     parent: int | None  # number of the call that it continues
-    fork: str | None  # why it continues none: a reason from `capture.graph.FORKS`
+    fork: str | None  # why it continues none: a reason from `FORKS`
     branch: int | None  # number of the sample in which its tokens have loss; None: in no one
     fate: str  # trained, zero_advantage, pending, eval, observe, a drop reason or an untrainable reason
     excluded: str | None  # untrainable reason or "superseded"; None: its tokens may be trained

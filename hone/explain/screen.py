@@ -11,10 +11,9 @@ from collections.abc import Iterator, Sequence
 import msgspec
 from rich.text import Text
 
-from capture.graph import ROOT
 from capture.store import WaitingCall
 from hone.explain.explanation import Explanation, GroupView
-from hone.explain.facts import CallView, TokenCount
+from hone.explain.facts import ROOT, CallView, TokenCount
 from hone.explain.words import count, number
 
 MEMBERS_SHOWN_MAX = 32

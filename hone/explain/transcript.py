@@ -6,9 +6,8 @@ from typing import Any
 import msgspec
 from rich.text import Text
 
-from capture.graph import ROOT
 from hone.explain.conversation import Token, Turn
-from hone.explain.facts import CallView
+from hone.explain.facts import ROOT, CallView
 from hone.explain.screen import LOST, clean, place, style, troubles, version
 from hone.explain.words import count
 
