@@ -427,7 +427,7 @@ def test_its_version_had_to_make_room(world: World) -> None:
 
 def test_our_side_failed(world: World) -> None:
     world.open("r_a")
-    world.call("r_a", [], [], status=502, error="engine gone.", response=b"")
+    world.call("r_a", [], [], status=502, error="engine\n gone.", response=b"")
     world.finish("r_a", "failed")
     world.ingest()
     assert world.why("r_a") == (
@@ -596,8 +596,8 @@ def test_observed(world: World, headless: bool) -> None:
     world.ingest()
     how = "nobody said whose call it was (headless)" if headless else "nobody opened it for training"
     assert world.why("r_a") == (
-        f"Not for training: {how}, so it was only observed; open rollouts with `POST /rollouts` in mode "
-        "`train` to train on them.",
+        f"Not for training: {how}, so it was only observed; to train on it, open a rollout with "
+        "`POST /rollouts` in mode `train` and give its agent that base_url.",
         None,
     )
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 
 from capture.reasons import LATE, PARTIAL, PROVIDER, UNDELIVERED
 from hone.explain.facts import CallView, Facts, count_tokens
-from hone.explain.words import SETTINGS, Verdict, count, named, number, sentence_of
+from hone.explain.words import SETTINGS, Verdict, count, named, number, sentence_of, shortened
 
 CALLS_NAMED_MAX = 4
 
@@ -38,7 +38,7 @@ def nothing_to_train(facts: Facts) -> Verdict:
         ended = "" if status in (None, "completed") else f" and ended with `{status}`"
         what = f"its agent made no call{ended}"
     elif not own:
-        models = ", ".join(sorted({call.model or "?" for call in facts.calls}))
+        models = shortened(", ".join(sorted({call.model or "?" for call in facts.calls})))
         what = (
             f"all its calls went to models that are not being trained ({models}); "
             f"[routes] says which names lead to {facts.rollout.policy or 'the policy'}"

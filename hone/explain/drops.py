@@ -29,7 +29,7 @@ def _plain(facts: Facts) -> Verdict:
 
 
 def _run_ended(facts: Facts, reason: str) -> Verdict:
-    """A run ends at `steps_max`, at `wall_s`, or with its scenarios; only of the first we can be sure."""
+    """A run that ends with its scenarios trains what it has: `steps_max` or `wall_s` cut this off."""
     lineage, steps_max = facts.history.lineage, facts.setting("train.steps_max")
     setting = "train.wall_s" if facts.setting("train.wall_s") is not None else None
     if lineage is not None and steps_max is not None and lineage.step >= steps_max:

@@ -14,6 +14,8 @@ setting to change where there is one. What decided is the verdict's `kind`:
 
 from collections.abc import Callable
 
+import msgspec
+
 from capture.types import Rollout
 from hone.explain.batched import committed, nothing_to_train
 from hone.explain.drops import dropped
@@ -23,7 +25,12 @@ from hone.explain.words import Verdict, error_line, number
 
 
 def verdict(facts: Facts) -> Verdict:
-    """The sentence for this rollout."""
+    """The sentence for this rollout, on one line whatever an error in it says."""
+    chosen = _choose(facts)
+    return msgspec.structs.replace(chosen, sentence=" ".join(chosen.sentence.split()))
+
+
+def _choose(facts: Facts) -> Verdict:
     rollout = facts.rollout
     if rollout.mode == "eval":
         return _evaluation(facts)
@@ -56,7 +63,8 @@ def _observed(facts: Facts) -> Verdict:
     how = "nobody opened it for training, so it was only observed"
     if facts.rollout.headless:
         how = "nobody said whose call it was (headless), so it was only observed"
-    hint = "open rollouts with `POST /rollouts` in mode `train` to train on them"
+    hint = "to train on it, open a rollout with `POST /rollouts` in mode `train` and give its agent that "
+    hint += "base_url"
     return Verdict(kind="observe", sentence=f"Not for training: {how}; {hint}.")
 
 
