@@ -26,7 +26,7 @@ GroupState = Literal["open", "closed", "taken", "trained", "dropped"]
 BatchState = Literal["taken", "committed", "dropped"]
 VersionState = Literal["committed", "published", "active", "retired", "failed"]
 EngineVersionState = Literal["loaded", "verified", "indistinguishable", "failed", "unloaded"]
-Attribution = Literal["path", "key", "header", "headless"]
+Attribution = Literal["path", "key", "header", "stitched", "headless"]
 Scope = Literal["infer", "reward", "train", "admin"]
 
 
