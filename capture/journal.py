@@ -17,7 +17,7 @@ from capture.errors import NotFound, StoreError
 from capture.frames import pack
 from capture.settings import Settings
 from capture.store import Store
-from capture.types import RawCall, Rollout
+from capture.types import RawCall, Rollout, Stitch
 
 __all__ = ["Journal", "Settings"]
 
@@ -30,7 +30,7 @@ class _Entry:
     __slots__ = ("done", "new", "raw", "size", "stitches")
 
     def __init__(
-        self, raw: RawCall, new: Rollout | None, stitches: Sequence[bytes], done: asyncio.Future[None]
+        self, raw: RawCall, new: Rollout | None, stitches: Sequence[Stitch], done: asyncio.Future[None]
     ) -> None:
         self.raw = raw
         self.new = new
@@ -64,7 +64,7 @@ class Journal:
         self._thread = threading.Thread(target=self._write_forever, name="journal", daemon=True)
         self._thread.start()
 
-    async def commit(self, raw: RawCall, new: Rollout | None = None, stitches: Sequence[bytes] = ()) -> None:
+    async def commit(self, raw: RawCall, new: Rollout | None = None, stitches: Sequence[Stitch] = ()) -> None:
         """Return once the call is durable, with ``new``, its rollout that nobody opened, and its stitches.
 
         Raises `StoreError` if the store failed for ``commit_timeout_s`` and `NotFound` if the call's

@@ -23,6 +23,7 @@ from capture.types import (
     RawCall,
     Rollout,
     StepRow,
+    Stitch,
     Version,
 )
 
@@ -135,11 +136,11 @@ class Store(Protocol):
         frame: bytes,
         records: Sequence[RawCall],
         new: Sequence[Rollout],
-        stitches: Mapping[str, Sequence[bytes]] = MappingProxyType({}),
+        stitches: Mapping[str, Sequence[Stitch]] = MappingProxyType({}),
     ) -> None:
         """One compressed frame, a narrow row for each record, the rollouts' heads, rollouts
-        nobody opened (`new`, ignored where they exist) and the records' stitches (call id ->
-        digests), in one durable transaction. A record whose rollout is past `open` gets `late`."""
+        nobody opened (`new`, ignored where they exist) and the records' stitches (by call id),
+        in one durable transaction. A record whose rollout is past `open` gets `late`."""
 
     def stitched(self, key_id: str, digests: Sequence[bytes]) -> dict[bytes, str | None]:
         """The rollout whose call wrote a digest under this key; None if calls of several rollouts

@@ -91,6 +91,13 @@ class RawCall(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     error: str | None = None  # set when our side or the upstream broke the call
 
 
+class Stitch(msgspec.Struct, frozen=True):
+    """By what a later call is recognised that goes on from a call's answer and names no rollout."""
+
+    digest: bytes  # of the conversation up to the answer, or of a random tool call id in it
+    rollout_id: str  # the call's, or the first of those that it continues
+
+
 class ModelCall(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A call after ingest: parsed, with its exact tokens.
 

@@ -12,7 +12,7 @@ import msgspec
 
 from capture.errors import NotFound
 from capture.ids import new_id
-from capture.types import Attribution, Rollout
+from capture.types import Attribution, Rollout, Stitch
 from proxy import replay
 from proxy.heads import Head, Heads
 from proxy.keys import ROLLOUT_KEY, Caller, bearer, identify, opens, rollout_of
@@ -97,6 +97,12 @@ def fresh(
     )
 
 
+def first_of(rollout: Rollout) -> str:
+    """The first of the rollouts that this one continues, its own id if it continues none."""
+    session = rollout.session or ""
+    return session.removeprefix(_CONTINUES) if session.startswith(_CONTINUES) else rollout.id
+
+
 class Attributor:
     """Identifies callers and finds their rollouts, through the cached heads."""
 
@@ -155,7 +161,7 @@ class Attributor:
             case Nobody():
                 return await self._stitched(caller, headers, replay.read(messages))
 
-    def uncaptured(self, key_id: str, stitches: Sequence[bytes]) -> None:
+    def uncaptured(self, key_id: str, stitches: Sequence[Stitch]) -> None:
         """An agent got an answer that was not captured: nobody may be taken for it later."""
         self._stitches.uncaptured(key_id, stitches)
 
@@ -188,8 +194,7 @@ class Attributor:
         if head.is_open and not head.is_full:
             return found
         if rollout.mode == "observe":
-            earlier = rollout.session or ""
-            session = earlier if earlier.startswith(_CONTINUES) else _CONTINUES + rollout.id
+            session = _CONTINUES + first_of(rollout)
             new = fresh(caller, headers, session=session, continues=rollout)
             head = await self._heads.session(rollout.key_id, session, new)
             return msgspec.structs.replace(found, head=head, opened=head.rollout.id == new.id)

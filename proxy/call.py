@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from capture.ids import new_id
-from capture.types import Attribution, Mode, RawCall, Rollout
+from capture.types import Attribution, Mode, RawCall, Rollout, Stitch
+from proxy.attribution import first_of
 from proxy.dialects.chat import Asked, Fields
 from proxy.heads import Head
 from proxy.replay import Message, Trail
@@ -85,11 +86,12 @@ class Call:
         """The rollout, if the store gets it with this call."""
         return self.head.rollout if self.head.is_new else None
 
-    def stitches(self) -> list[bytes]:
+    def stitches(self) -> list[Stitch]:
         """By what a call is recognised that goes on from what this one was answered."""
         if self.trail is None:
             return []
-        return [digest for answer in self.answers() for digest in self.trail.then(answer)]
+        first = first_of(self.head.rollout)
+        return [Stitch(digest, first) for answer in self.answers() for digest in self.trail.then(answer)]
 
     def headers(self) -> dict[str, str]:
         """What every answer to this call carries."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from capture.errors import HoneError
 from capture.journal import Journal
-from capture.types import RawCall, Rollout
+from capture.types import RawCall, Rollout, Stitch
 from proxy.metrics import Metrics
 from proxy.storage import Storage
 
@@ -22,7 +22,7 @@ class Committer:
         self._timeout_s = timeout_s
         self._tasks: set[asyncio.Task[Any]] = set()
 
-    async def commit(self, raw: RawCall, new: Rollout | None, stitches: Sequence[bytes] = ()) -> bool:
+    async def commit(self, raw: RawCall, new: Rollout | None, stitches: Sequence[Stitch] = ()) -> bool:
         """True once the call is durable; False if it failed or is not durable in time.
 
         Cancelling the caller never cancels the commit. A call that becomes durable although its
@@ -45,7 +45,7 @@ class Committer:
             self._undeliver(task, raw.id)
         return False
 
-    def commit_later(self, raw: RawCall, new: Rollout | None, stitches: Sequence[bytes] = ()) -> None:
+    def commit_later(self, raw: RawCall, new: Rollout | None, stitches: Sequence[Stitch] = ()) -> None:
         """For a call whose agent has gone: durable as soon as may be, in the background."""
         self._spawn(self._journal.commit(raw, new, stitches))
 

@@ -20,6 +20,7 @@ import msgspec
 DIGEST_BYTES = 16
 _PYTHON_CHARS_MAX = 1 << 16  # of tool calls that are written as Python
 _CALLING = "Calling tools:\n"  # smolagents' heading above them
+_WRITTEN_MAX = 4  # such lists under one another
 _OWN_CALL = "python_interpreter"  # what smolagents calls the code that it found in a text
 _THINKING_ENDS = "</think>"
 _BROKEN = (msgspec.MsgspecError, ValueError, RecursionError)
@@ -101,16 +102,30 @@ class _Call(msgspec.Struct, frozen=True):
 def _said(message: Message) -> tuple[str, list[_Call]]:
     """An assistant's text and tool calls, wherever the client put them."""
     text = _text(message.content)
-    if _THINKING_ENDS in text:
-        text = text.rpartition(_THINKING_ENDS)[2].lstrip()
     calls = [_call(one) for one in message.tool_calls] if isinstance(message.tool_calls, list) else []
     if isinstance(message.function_call, dict):
         calls.append(_call({"function": message.function_call}))
-    if _CALLING in text:
-        text, _, written = text.partition(_CALLING)
-        calls += [call for call in _in_python(written) if call.said[0] != _OWN_CALL]
-        text = text.rstrip()
+    if not calls:
+        text, calls = _written(text)
+    if _THINKING_ENDS in text:
+        text = text.rpartition(_THINKING_ENDS)[2].lstrip()
     return text, calls
+
+
+def _written(text: str) -> tuple[str, list[_Call]]:
+    """A text without the tool calls that a client wrote under it, and those calls.
+
+    The lowest list counts: what stands above it is the model's own text, whatever it looks like.
+    """
+    for _ in range(_WRITTEN_MAX):
+        before, heading, written = text.rpartition(_CALLING)
+        found = _in_python(written) if heading else None
+        if found is None:
+            break
+        text = before.rstrip()
+        if calls := [call for call in found if call.said[0] != _OWN_CALL]:
+            return text, calls
+    return text, []
 
 
 def _answer(text: str, calls: Sequence[_Call]) -> bytes:
@@ -136,25 +151,24 @@ def _call(call: Any) -> _Call:
     return _Call((str(function.get("name")), _arguments(function.get("arguments"))), id)
 
 
-def _in_python(written: str) -> list[_Call]:
-    """Tool calls from Python's way of writing a list; none if it is not one."""
+def _in_python(written: str) -> list[_Call] | None:
+    """Tool calls from Python's way of writing a list; None if it is not one."""
     if len(written) > _PYTHON_CHARS_MAX:
-        return []
+        return None
     try:
         value = ast.literal_eval(written.strip())
     except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
-        return []
-    return [_call(one) for one in value] if isinstance(value, list) else []
+        return None
+    return [_call(one) for one in value] if isinstance(value, list) else None
 
 
 def _arguments(arguments: Any) -> str:
     """Canonical JSON of arguments given as JSON text or as an object; text that is no JSON as it is."""
-    if not isinstance(arguments, str):
-        return _canonical(arguments or {})
+    text = arguments if isinstance(arguments, str) else msgspec.json.encode(arguments or {})
     try:
-        return _canonical(_NUMBERS.decode(arguments or "{}"))
+        return _canonical(_NUMBERS.decode(text or "{}"))
     except _BROKEN:
-        return arguments.strip()
+        return str(arguments).strip()
 
 
 def _text(content: Any) -> str:

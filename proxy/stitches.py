@@ -8,6 +8,7 @@ answers that were served without capture: the store learns of them when it takes
 from collections import OrderedDict
 from collections.abc import Sequence
 
+from capture.types import Stitch
 from proxy.replay import Trail
 from proxy.stitch import Apart, Known, Stitched, asked, decide
 from proxy.storage import Storage
@@ -40,9 +41,9 @@ class Stitches:
             known.update(await self._read(key_id, fresh))
         return decide(trail, known)
 
-    def uncaptured(self, key_id: str, digests: Sequence[bytes]) -> None:
+    def uncaptured(self, key_id: str, stitches: Sequence[Stitch]) -> None:
         """An agent has an answer that the store does not know of: nobody may be taken for it."""
-        self._unwritten.update({(key_id, digest): None for digest in digests})
+        self._unwritten.update({(key_id, one.digest): None for one in stitches})
         while len(self._unwritten) > self._size:
             del self._unwritten[next(iter(self._unwritten))]
 

@@ -12,7 +12,7 @@ from capture.sqlite.content import Content, Whole, blob, floats, pack_content, u
 from capture.sqlite.rollouts import COLUMNS, Rollouts, rollout_from
 from capture.sqlite.stitches import Stitches
 from capture.store import ParentContent, PendingCall
-from capture.types import ModelCall, RawCall, Rollout
+from capture.types import ModelCall, RawCall, Rollout, Stitch
 
 CALLS_PER_SAVE = 64
 HUNG_UP = 499  # the status of a call whose client left first
@@ -47,7 +47,7 @@ class Calls(Rollouts, Stitches):
         frame: bytes,
         records: Sequence[RawCall],
         new: Sequence[Rollout],
-        stitches: Mapping[str, Sequence[bytes]] = MappingProxyType({}),
+        stitches: Mapping[str, Sequence[Stitch]] = MappingProxyType({}),
     ) -> None:
         ids = [record.id for record in records]
         touched = list({record.rollout_id for record in records})

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from capture.sqlite.base import Base
-from capture.types import RawCall
+from capture.types import RawCall, Stitch
 
 PRUNED_AT_ONCE = 5000
 _WRITE = (
@@ -44,7 +44,7 @@ class Stitches(Base):
             )
             return int(self._db.changes())
 
-    def _write_stitches(self, records: Sequence[RawCall], stitches: Mapping[str, Sequence[bytes]]) -> None:
+    def _write_stitches(self, records: Sequence[RawCall], stitches: Mapping[str, Sequence[Stitch]]) -> None:
         """Inside the transaction that commits the records.
 
         A repeated request whose earlier answer did not arrive takes that one's place: the agent has only
@@ -52,12 +52,12 @@ class Stitches(Base):
         """
         now = self.now()
         for record in records:
-            digests = stitches.get(record.id, ())
+            key_id, found = record.key_id, stitches.get(record.id, ())
             if record.retry_count:
                 self._db.executemany(
                     _SUPERSEDE,
-                    [(record.key_id, one, record.body_hash, record.retry_count) for one in digests],
+                    [(key_id, one.digest, record.body_hash, record.retry_count) for one in found],
                 )
             self._db.executemany(
-                _WRITE, [(record.key_id, one, record.rollout_id, record.id, now) for one in digests]
+                _WRITE, [(key_id, one.digest, one.rollout_id, record.id, now) for one in found]
             )
