@@ -5,6 +5,7 @@ transaction. Writers that hold a lease pass its epoch and get `Fenced` once some
 """
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import msgspec
@@ -24,6 +25,7 @@ from capture.types import (
     RawCall,
     Rollout,
     StepRow,
+    Stitch,
     Version,
 )
 
@@ -193,10 +195,26 @@ class Store(Protocol):
     def rollout_of_call(self, call_id: str) -> str: ...
 
     # -- calls (proxy's journal) -------------------------------------------------------------
-    def commit_calls(self, frame: bytes, records: Sequence[RawCall], new: Sequence[Rollout]) -> None:
-        """One compressed frame, a narrow row for each record, the rollouts' heads, and rollouts
-        nobody opened (`new`, ignored where they exist), in one durable transaction. A record whose
-        rollout is past `open` gets `late`."""
+    def commit_calls(
+        self,
+        frame: bytes,
+        records: Sequence[RawCall],
+        new: Sequence[Rollout],
+        stitches: Mapping[str, Sequence[Stitch]] = MappingProxyType({}),
+    ) -> None:
+        """One compressed frame, a narrow row for each record, the rollouts' heads, rollouts
+        nobody opened (`new`, ignored where they exist) and the records' stitches (by call id),
+        in one durable transaction. A record whose rollout is past `open` gets `late`."""
+
+    def stitched(self, key_id: str, digests: Sequence[bytes]) -> dict[bytes, str | None]:
+        """The rollout whose call wrote a digest under this key; None if calls of several rollouts
+        did, which stays so. Digests that nobody wrote are left out. At most 100 at once."""
+
+    def share_stitches(self, stitches: Sequence[tuple[str, bytes]]) -> None:
+        """Mark `(key id, digest)` as written by calls of several rollouts."""
+
+    def prune_stitches(self, older_than_s: float) -> int:
+        """Delete some of the stitches that were last written that long ago; returns how many."""
 
     def mark_undelivered(self, call_ids: Sequence[str]) -> None: ...
     def broken_calls(self, rollout_id: str) -> int:

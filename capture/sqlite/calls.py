@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from capture.errors import Corrupt, NotFound
@@ -9,8 +10,9 @@ from capture.frames import unpack
 from capture.reasons import LATE, OTHER_POLICY, UNDELIVERED
 from capture.sqlite.content import Content, Whole, blob, floats, pack_content, unpack_content, unpack_tools
 from capture.sqlite.rollouts import COLUMNS, Rollouts, rollout_from
+from capture.sqlite.stitches import Stitches
 from capture.store import ParentContent, PendingCall
-from capture.types import ModelCall, RawCall, Rollout
+from capture.types import ModelCall, RawCall, Rollout, Stitch
 
 CALLS_PER_SAVE = 64
 HUNG_UP = 499  # the status of a call whose client left first
@@ -35,12 +37,18 @@ def marks(values: Sequence[Any]) -> str:
     return ", ".join("?" * len(values))
 
 
-class Calls(Rollouts):
+class Calls(Rollouts, Stitches):
     """The methods of `capture.store.Store` for the journal and for ingest."""
 
     # -- the journal -------------------------------------------------------------------------
 
-    def commit_calls(self, frame: bytes, records: Sequence[RawCall], new: Sequence[Rollout]) -> None:
+    def commit_calls(
+        self,
+        frame: bytes,
+        records: Sequence[RawCall],
+        new: Sequence[Rollout],
+        stitches: Mapping[str, Sequence[Stitch]] = MappingProxyType({}),
+    ) -> None:
         ids = [record.id for record in records]
         touched = list({record.rollout_id for record in records})
         with self._write():
@@ -64,6 +72,8 @@ class Calls(Rollouts):
                 ],
             )
             self._move_heads([records[place] for place in fresh.values()])
+            if stitches:
+                self._write_stitches([records[place] for place in fresh.values()], stitches)
 
     def _move_heads(self, records: Sequence[RawCall]) -> None:
         now = self.now()
