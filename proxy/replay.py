@@ -86,6 +86,11 @@ def message_of(fields: Mapping[str, Any]) -> Message:
     return Message("assistant", fields.get("content"), fields.get("tool_calls"), fields.get("function_call"))
 
 
+def form(answer: Message) -> bytes:
+    """An assistant's message in the form that every client's replay of it has too."""
+    return _answer(*_said(answer))
+
+
 def is_random(id: str) -> bool:
     """Whether a tool call id is unique by construction: it ends in a UUID or in 16 or more letters and
     digits. Numbered ones (`call_0`, `functions.play:0`) are not, and neither are short ones."""

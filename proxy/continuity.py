@@ -1,0 +1,324 @@
+"""How a conversation goes on from the very ids that were sampled. Pure.
+
+Text that was sampled need not become the same tokens again: clients write it down anew, and where a
+model spelled a word in its own way a tokenizer spells it in another. So the next prompt is put together
+from the ids of the call that it goes on from, its *tip* (prompt and sampled), and a *bridge*: what the
+chat template writes after that reply for everything new. The bridge is proven by two renderings: the
+request up to the reply's end must be the beginning of the whole request, so that what follows depends
+on nothing before it. Whatever cannot be proven stays as the agent sent it, for a reason of `OUTCOMES`.
+"""
+
+import hashlib
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import msgspec
+from msgspec import Raw
+
+from capture.completion import Completion
+from proxy.dialects.chat import FALSE, NULL, TRUE, Fields
+from proxy.replay import DIGEST_BYTES, Message, form, message_of
+
+FAITHFUL: Final = "faithful"
+EXACT: Final = "exact"
+DRIFTED: Final = "drifted"
+UNKNOWN: Final = "unknown"
+UNENDED: Final = "unended"
+REWRITTEN: Final = "rewritten"
+STRIPPED: Final = "stripped"
+TOO_LONG: Final = "too_long"
+UNSUPPORTED: Final = "unsupported"
+UNRENDERED: Final = "unrendered"
+IGNORED: Final = "ignored"
+
+OUTCOMES: Final[dict[str, str]] = {
+    FAITHFUL: "Its own rendering goes on from the sampled ids.",
+    EXACT: "Its own rendering would not; the prompt was put together from the sampled ids and a bridge.",
+    DRIFTED: "Its own rendering does not, and nobody was looking: `auto` looks once it has seen this.",
+    UNKNOWN: "No call of its rollout said what it goes on from: another history, system prompt or tools.",
+    UNENDED: "The reply does not end in a token that the template ends replies with (it was cut off).",
+    REWRITTEN: "The template writes earlier messages in another way once new ones follow.",
+    STRIPPED: "The template leaves out reasoning that was sampled.",
+    TOO_LONG: "The sampled ids and the bridge are longer than the engine's context.",
+    UNSUPPORTED: "The engine does not render, does not take ids, or its template rewrites earlier turns.",
+    UNRENDERED: "The engine did not render the request, or refused the ids.",
+    IGNORED: "The engine used other ids than those that it was given.",
+}
+"""What became of a training call that goes on from an answer -> sentence."""
+
+# Beside the messages: all that chat templates are given.
+PROMPT_FIELDS: Final[tuple[str, ...]] = (
+    "tools",
+    "tool_choice",
+    "response_format",
+    "chat_template",
+    "chat_template_kwargs",
+    "documents",
+    "reasoning_effort",
+)
+_THINKING_ENDS = "</think>"
+_BROKEN = (msgspec.MsgspecError, ValueError, RecursionError)
+
+Ids = Sequence[int]
+
+
+class Unproven(Exception):
+    """There is no bridge; `reason` is one of `OUTCOMES`."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(OUTCOMES[reason])
+        self.reason = reason
+
+
+class Onward(msgspec.Struct, kw_only=True):
+    """How one call goes on from an earlier one, as far as is known by now."""
+
+    tip: "Tip | None"
+    outcome: str | None = None  # of `OUTCOMES`; None: nobody looked, its answer will tell
+    ids: list[int] | None = None  # the prompt that the engine is given
+
+
+# -- what was said -------------------------------------------------------------------------------
+
+
+class _Said(Message, frozen=True):
+    tool_call_id: Any = None
+    name: Any = None
+
+
+class Conversation:
+    """A request's messages, each with the digest of everything said up to it.
+
+    `answers` are the places of the assistant's messages. Replies are compared as replays are
+    recognised (`proxy.replay`), everything else as it stands, tools and template arguments included.
+    """
+
+    __slots__ = ("_hash", "_json", "answers", "digests")
+
+    def __init__(self, json: Raw, messages: Sequence[_Said], context: bytes) -> None:
+        self._json = json
+        self._hash = hashlib.blake2b(context, digest_size=DIGEST_BYTES)
+        self.digests: list[bytes] = []
+        self.answers: list[int] = []
+        for place, message in enumerate(messages):
+            if message.role == "assistant":
+                self.answers.append(place)
+                self._hash.update(form(message))
+            else:
+                said = (message.role, _text(message.content), message.tool_call_id, message.name)
+                self._hash.update(_encode(said))
+            self.digests.append(self._hash.digest())
+
+    def then(self, answer: Mapping[str, Any]) -> bytes:
+        """The digest at this answer in whatever goes on from it."""
+        hash = self._hash.copy()
+        hash.update(form(message_of(answer)))
+        return hash.digest()
+
+    def messages(self) -> list[Raw]:
+        """The messages themselves, each in the agent's own bytes."""
+        return _RAWS.decode(self._json)
+
+
+def read(fields: Fields) -> Conversation | None:
+    """The conversation of a request as the agent sent it.
+
+    None where it cannot be gone on with: messages that are not those of a chat, pictures or sound in
+    them, a last message that the model is to finish.
+    """
+    if fields.get("continue_final_message", FALSE) not in (FALSE, NULL):
+        return None
+    if fields.get("add_generation_prompt", TRUE) not in (TRUE, NULL):
+        return None
+    context = b"\0".join(bytes(fields[name]) if name in fields else b"" for name in PROMPT_FIELDS)
+    try:
+        messages = _MESSAGES.decode(fields["messages"])
+        if not all(_is_text(message.content) for message in messages):
+            return None
+        return Conversation(fields["messages"], messages, context)
+    except _BROKEN:
+        return None
+
+
+def _is_text(content: Any) -> bool:
+    if isinstance(content, list):
+        return all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content)
+    return content is None or isinstance(content, str)
+
+
+def _text(content: Any) -> str:
+    return "".join(part["text"] for part in content) if isinstance(content, list) else content or ""
+
+
+# -- what was sampled ----------------------------------------------------------------------------
+
+
+class Tip(msgspec.Struct, frozen=True, eq=False):
+    """A call that can be gone on from: the ids of its prompt and of what was sampled."""
+
+    call_id: str
+    base: "Tip | None"  # these ids begin with that tip's
+    rest: bytes  # the further ones, packed
+    thought: Raw | None = None  # the reply as the agent got it, where it holds reasoning
+
+    @property
+    def ids(self) -> bytes:
+        """All of them, packed."""
+        parts = []
+        tip: Tip | None = self
+        while tip is not None:
+            parts.append(tip.rest)
+            tip = tip.base
+        return b"".join(reversed(parts))
+
+
+def tip_of(call_id: str, completion: Completion, base: Tip | None) -> Tip | None:
+    """The tip that a completed call leaves; None if its ids are not known.
+
+    `base` is the tip that its messages go on from, whether or not its ids do.
+    """
+    if completion.message is None or not completion.prompt_ids or not completion.token_ids:
+        return None
+    ids = packed([*completion.prompt_ids, *completion.token_ids])
+    before = b"" if base is None else base.ids
+    if not ids.startswith(before):
+        base, before = None, b""
+    return Tip(call_id, base, ids[len(before) :], _thought(completion.message))
+
+
+def packed(ids: Ids) -> bytes:
+    """Ids as bytes: prefixes compare at memory speed."""
+    return array("i", ids).tobytes()
+
+
+def unpacked(ids: bytes) -> list[int]:
+    """The other way round."""
+    return array("i", ids).tolist()
+
+
+def _thought(reply: Mapping[str, Any]) -> Raw | None:
+    content = reply.get("content")
+    inline = isinstance(content, str) and _THINKING_ENDS in content
+    thinks = inline or reply.get("reasoning") or reply.get("reasoning_content")
+    return Raw(msgspec.json.encode(reply)) if thinks else None
+
+
+def without_thought(reply: Raw) -> Raw:
+    """A reply as the agent got it, without its reasoning."""
+    fields: dict[str, Any] = msgspec.json.decode(reply)
+    fields = {name: value for name, value in fields.items() if name not in ("reasoning", "reasoning_content")}
+    if isinstance(fields.get("content"), str):
+        fields["content"] = fields["content"].rpartition(_THINKING_ENDS)[2].lstrip()
+    return Raw(msgspec.json.encode(fields))
+
+
+# -- the proof -----------------------------------------------------------------------------------
+
+
+class Template(msgspec.Struct, frozen=True):
+    """What was learned of a chat template by rendering with it."""
+
+    closings: tuple[tuple[int, ...], ...]  # what it writes after a reply's own text
+    strips: bool  # it takes reasoning out of earlier turns
+
+    def tails(self, end: int) -> list[tuple[int, ...]]:
+        """What it writes after a reply that ended in this token, to the end of the turn."""
+        found = [
+            closing[len(closing) - closing[::-1].index(end) :] for closing in self.closings if end in closing
+        ]
+        return list(dict.fromkeys(found))
+
+
+def bridge(template: Template, tip: Ids, upto: Ids, whole: Ids, length_max: int | None) -> list[int]:
+    """The tokens between a tip and the next reply; the new prompt is `tip` and these.
+
+    `upto` is the request rendered up to and including the tip's reply, without generation prompt;
+    `whole` is all of it. The cut lies behind the reply's last token, which model and template agree
+    on, so both sides of it are those of an ordinary call. Raises `Unproven`.
+    """
+    end = tip[-1]
+    for tail in template.tails(end):
+        cut = len(upto) - len(tail)
+        if cut > 0 and upto[cut - 1] == end and tuple(upto[cut:]) == tail:
+            break
+    else:
+        raise Unproven(UNENDED)
+    if list(whole[:cut]) != list(upto[:cut]) or len(whole) <= cut:
+        raise Unproven(REWRITTEN)
+    if length_max is not None and len(tip) + len(whole) - cut >= length_max:
+        raise Unproven(TOO_LONG)
+    return list(whole[cut:])
+
+
+# -- learning a template -------------------------------------------------------------------------
+
+_ASK = {"role": "user", "content": "Well?"}
+_NEXT = {"role": "user", "content": "Go on."}
+
+
+def _call(name: str) -> dict[str, Any]:
+    call = {"id": "call_1", "type": "function", "function": {"name": name, "arguments": "{}"}}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
+_YES = {"role": "assistant", "content": "Yes"}
+_NO = {"role": "assistant", "content": "No"}
+_FIELD = {"role": "assistant", "content": "Yes", "reasoning": "Hm", "reasoning_content": "Hm"}
+_INLINE = {"role": "assistant", "content": "<think>\nHm\n</think>\n\nYes"}
+
+PROBES: Final[dict[str, list[dict[str, Any]]]] = {
+    "yes": [_ASK, _YES],
+    "no": [_ASK, _NO],
+    "on": [_ASK, _YES, _NEXT],
+    "field": [_ASK, _FIELD],
+    "field_on": [_ASK, _FIELD, _NEXT],
+    "inline": [_ASK, _INLINE],
+    "inline_on": [_ASK, _INLINE, _NEXT],
+    "look": [_ASK, _call("look")],
+    "find": [_ASK, _call("find")],
+}
+"""Conversations to render without generation prompt; what a template cannot render is left out."""
+
+
+def learn(rendered: Mapping[str, Ids]) -> Template | None:
+    """The template that renders `PROBES` so; None if its replies have no end of their own."""
+    if not {"yes", "no", "on"} <= rendered.keys():
+        return None
+    closing = _common_end(rendered["yes"], rendered["no"])
+    if not closing or not _kept(rendered["yes"], rendered["on"], closing):
+        return None
+    closings = [closing]
+    if "look" in rendered and "find" in rendered:
+        closings.append(_common_end(rendered["look"], rendered["find"]))
+    return Template(tuple(dict.fromkeys(closings)), any(_strips(rendered, kind, closing) for kind in _KINDS))
+
+
+_KINDS = ("field", "inline")
+
+
+def _strips(rendered: Mapping[str, Ids], kind: str, closing: tuple[int, ...]) -> bool:
+    """Whether reasoning given in this way is gone from an earlier turn."""
+    upto, whole = rendered.get(kind), rendered.get(f"{kind}_on")
+    if upto is None or whole is None:
+        return False
+    if list(upto) == list(rendered["yes"]):
+        return kind == "inline"  # a template that does not know the field may have no reasoning at all
+    return not _kept(upto, whole, closing)
+
+
+def _kept(upto: Ids, whole: Ids, closing: tuple[int, ...]) -> bool:
+    count = len(upto) - len(closing)
+    return list(whole[:count]) == list(upto[:count])
+
+
+def _common_end(left: Ids, right: Ids) -> tuple[int, ...]:
+    count = 0
+    while count < min(len(left), len(right)) and left[-1 - count] == right[-1 - count]:
+        count += 1
+    return tuple(left[len(left) - count :])
+
+
+_MESSAGES = msgspec.json.Decoder(list[_Said])
+_RAWS = msgspec.json.Decoder(list[Raw])
+_encode = msgspec.msgpack.Encoder().encode
