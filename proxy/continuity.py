@@ -219,15 +219,9 @@ def without_thought(reply: Raw) -> Raw:
 class Template(msgspec.Struct, frozen=True):
     """What was learned of a chat template by rendering with it."""
 
-    closings: tuple[tuple[int, ...], ...]  # what it writes after a reply's own text
-    strips: bool  # it takes reasoning out of earlier turns
-
-    def tails(self, end: int) -> list[tuple[int, ...]]:
-        """What it writes after a reply that ended in this token, to the end of the turn."""
-        found = [
-            closing[len(closing) - closing[::-1].index(end) :] for closing in self.closings if end in closing
-        ]
-        return list(dict.fromkeys(found))
+    ends: frozenset[int]  # the tokens that end a reply's turn
+    tail: tuple[int, ...]  # what follows them
+    strips: bool  # reasoning is taken out of earlier turns
 
 
 def bridge(template: Template, tip: Ids, upto: Ids, whole: Ids, length_max: int | None) -> list[int]:
@@ -237,12 +231,9 @@ def bridge(template: Template, tip: Ids, upto: Ids, whole: Ids, length_max: int 
     `whole` is all of it. The cut lies behind the reply's last token, which model and template agree
     on, so both sides of it are those of an ordinary call. Raises `Unproven`.
     """
-    end = tip[-1]
-    for tail in template.tails(end):
-        cut = len(upto) - len(tail)
-        if cut > 0 and upto[cut - 1] == end and tuple(upto[cut:]) == tail:
-            break
-    else:
+    cut = len(upto) - len(template.tail)
+    ended = tip[-1] in template.ends and list(upto[cut - 1 :]) == [tip[-1], *template.tail]
+    if cut < 1 or not ended:
         raise Unproven(UNENDED)
     if list(whole[:cut]) != list(upto[:cut]) or len(whole) <= cut:
         raise Unproven(REWRITTEN)
@@ -288,10 +279,13 @@ def learn(rendered: Mapping[str, Ids]) -> Template | None:
     closing = _common_end(rendered["yes"], rendered["no"])
     if not closing or not _kept(rendered["yes"], rendered["on"], closing):
         return None
-    closings = [closing]
-    if "look" in rendered and "find" in rendered:
-        closings.append(_common_end(rendered["look"], rendered["find"]))
-    return Template(tuple(dict.fromkeys(closings)), any(_strips(rendered, kind, closing) for kind in _KINDS))
+    end, *tail = closing
+    ends = {end}
+    calling = _common_end(rendered.get("look", ()), rendered.get("find", ()))
+    if len(calling) > len(tail) and calling[len(calling) - len(tail) :] == tuple(tail):
+        ends.add(calling[-1 - len(tail)])
+    strips = any(_strips(rendered, kind, closing) for kind in _KINDS)
+    return Template(frozenset(ends), tuple(tail), strips)
 
 
 _KINDS = ("field", "inline")
