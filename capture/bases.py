@@ -1,12 +1,12 @@
 """Which earlier call a new one is stored as a difference to: the one that shares the longest prefix."""
 
-from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable
 
 import msgspec
 
 from capture.store import ParentContent
+from capture.tokens import packed, shared_tokens
 from capture.types import ModelCall
 
 _PARENTS_MAX = 32  # newest contents of one rollout that are tried
@@ -20,7 +20,7 @@ class _Known:
 
     def __init__(self, call_id: str, token_ids: list[int], messages: list[bytes]) -> None:
         self.call_id = call_id
-        self.tokens = array("i", token_ids).tobytes()
+        self.tokens = packed(token_ids)
         self.messages = messages
         self.size = len(self.tokens) + sum(map(len, messages))
 
@@ -73,7 +73,7 @@ def _best(new: _Known, known: list[_Known]) -> Base | None:
     best: Base | None = None
     most = (0, 0)
     for one in reversed(known):
-        tokens = _shared_tokens(new.tokens, one.tokens, most[0])
+        tokens = shared_tokens(new.tokens, one.tokens, most[0])
         if tokens < most[0]:
             continue
         messages = _shared_messages(new.messages, one.messages)
@@ -81,22 +81,6 @@ def _best(new: _Known, known: list[_Known]) -> Base | None:
             most = (tokens, messages)
             best = (one.call_id, tokens, messages)
     return best
-
-
-def _shared_tokens(new: bytes, old: bytes, least: int) -> int:
-    """Length of the shared prefix in tokens; -1 where it is below ``least``."""
-    if new.startswith(old):
-        return len(old) // 4
-    if new[: 4 * least] != old[: 4 * least]:
-        return -1
-    low, high = least, min(len(new), len(old)) // 4
-    while low < high:  # the prefix up to low is shared, the one up to high + 1 is not
-        middle = (low + high + 1) // 2
-        if new[4 * low : 4 * middle] == old[4 * low : 4 * middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
 
 
 def _shared_messages(new: list[bytes], old: list[bytes]) -> int:

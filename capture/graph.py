@@ -1,39 +1,23 @@
 """The call graph: which call continues which, who owns a sampled token, what may be trained.
 
 Pure, and a function of the *set* of calls: in which order they arrived changes nothing. B continues
-A when B's prompt is exactly A's prompt + sampled tokens and more (of several such A the longest);
+A when B's prompt begins with exactly A's prompt + sampled tokens (of several such A the longest);
 otherwise B begins a branch of its own, for a reason that is recorded. Late calls are kept but change
 nothing: what was settled without them stays true.
 """
 
-from array import array
-from collections.abc import Sequence
-from typing import Any, Final
+from collections.abc import Collection, Sequence
 
 import msgspec
 
-from capture.normalise import conversation_key
-from capture.reasons import SUPERSEDED, UNDELIVERED
+from capture.forks import Forks
+from capture.reasons import ERROR, FORKS, PARTIAL, SUPERSEDED, UNDELIVERED, UNPARSABLE
+from capture.tokens import packed, shared_tokens
 from capture.types import CallFate, ModelCall, Sample, Span
 
-ROOT: Final = "root"
-NO_TOKENS: Final = "no_tokens"
-RETOKENISED: Final = "retokenised"
-STRIPPED_REASONING: Final = "stripped_reasoning"
-CHANGED_TOOLS: Final = "changed_tools"
-NEW_SYSTEM_PROMPT: Final = "new_system_prompt"
-REWRITTEN_HISTORY: Final = "rewritten_history"
+__all__ = ["FORKS", "CallGraph", "Node", "build", "fates", "samples"]
 
-FORKS: Final[dict[str, str]] = {
-    ROOT: "It begins a conversation of its own.",
-    NO_TOKENS: "Its prompt tokens are not known.",
-    RETOKENISED: "It goes on with the same messages, but their tokens are not the sampled ones.",
-    STRIPPED_REASONING: "It goes on with the same messages, without the reasoning that was sampled.",
-    CHANGED_TOOLS: "The tools in the prompt changed.",
-    NEW_SYSTEM_PROMPT: "The system prompt changed.",
-    REWRITTEN_HISTORY: "Earlier messages were changed, shortened or left out.",
-}
-"""Why a call continues no earlier one -> sentence."""
+_FAILED = (ERROR, PARTIAL, UNPARSABLE)  # what makes a client ask again
 
 
 class Node(msgspec.Struct, frozen=True):
@@ -42,6 +26,8 @@ class Node(msgspec.Struct, frozen=True):
     call: ModelCall
     parent: str | None  # id of the call that it continues
     fork: str | None  # a reason from FORKS
+    near: str | None = None  # id of the earlier call that the fork was judged against
+    shared: int = 0  # leading prompt tokens that are those of `near`
 
 
 class CallGraph(msgspec.Struct, frozen=True):
@@ -66,29 +52,25 @@ def build(calls: Sequence[ModelCall]) -> CallGraph:
     """The graph of one rollout's calls. Ids are unique."""
     ordered = sorted(calls, key=_order)
     candidates = _candidates(ordered)
-    told: list[_Told] = []  # of the calls so far; put in normal form only once a fork asks for it
+    forks = Forks()
     nodes: dict[str, Node] = {}
     for index, call in enumerate(ordered):
-        parent = _parent(call, candidates)
+        able = [one for one in candidates if call.late or not one.call.late]
+        parent = _parent(call, able)
         if parent is not None:
             nodes[call.id] = Node(call, parent.id, None)
-            continue
-        told += [_Told.of(one) for one in ordered[len(told) : index]]
-        nodes[call.id] = Node(call, None, _fork(call, told))
+        else:
+            earlier = [one for one in ordered[:index] if call.late or not one.late]
+            nodes[call.id] = _forked(call, earlier, forks)
     return CallGraph(nodes)
 
 
 def fates(graph: CallGraph) -> list[CallFate]:
     """For each call, in order, why its tokens are not trained; None where they are."""
     extended = {node.parent for node in graph.nodes.values() if not node.call.late}
-    retries: dict[bytes, list[ModelCall]] = {}
-    for node in graph.nodes.values():
-        if not node.call.late:
-            retries.setdefault(node.call.body_hash, []).append(node.call)
-    return [
-        CallFate(call_id, _excluded(node.call, call_id in extended, retries))
-        for call_id, node in graph.nodes.items()
-    ]
+    calls = [node.call for node in graph.nodes.values()]
+    superseded = _superseded([call for call in calls if not call.late], extended)
+    return [CallFate(call.id, _excluded(call, extended, superseded)) for call in calls]
 
 
 def samples(graph: CallGraph) -> list[Sample]:
@@ -128,16 +110,19 @@ class _Candidate(msgspec.Struct, frozen=True):
 def _candidates(calls: Sequence[ModelCall]) -> list[_Candidate]:
     """The longest first. Sampled tokens are never empty, so a parent is shorter than its child: no cycles."""
     found = [
-        _Candidate(_packed(call.prompt_ids + call.sampled_ids), call)
+        _Candidate(packed(call.prompt_ids + call.sampled_ids), call)
         for call in calls
-        if call.prompt_ids and call.sampled_ids and not call.late
+        if call.prompt_ids and call.sampled_ids
     ]
     return sorted(found, key=lambda one: len(one.tokens), reverse=True)
 
 
 def _parent(call: ModelCall, candidates: Sequence[_Candidate]) -> ModelCall | None:
-    """The longest call that this one's prompt extends; of equal ones the last that began before it."""
-    prompt = _packed(call.prompt_ids)
+    """The longest call that this one's prompt extends.
+
+    Of equal ones those that began before it, then those that it may have been given, then the last.
+    """
+    prompt = packed(call.prompt_ids)
     equal: list[_Candidate] = []
     for one in candidates:
         if equal and len(one.tokens) < len(equal[0].tokens):
@@ -145,72 +130,59 @@ def _parent(call: ModelCall, candidates: Sequence[_Candidate]) -> ModelCall | No
         if prompt.startswith(one.tokens):
             equal.append(one)
     found = [one.call for one in equal]
-    return max(found, key=lambda one: (_order(one) < _order(call), _order(one)), default=None)
+    return max(found, key=lambda one: (_order(one) < _order(call), _is_given(one), _order(one)), default=None)
 
 
-def _packed(token_ids: list[int]) -> bytes:
-    return array("i", token_ids).tobytes()
+def _is_given(call: ModelCall) -> bool:
+    return call.untrainable is None and not call.undelivered
 
 
-Keys = list[tuple[Any, ...]]
+def _forked(call: ModelCall, earlier: Sequence[ModelCall], forks: Forks) -> Node:
+    fork = forks.judge(call, earlier)
+    if fork.near is None:
+        return Node(call, None, fork.reason)
+    theirs = packed(fork.near.prompt_ids + fork.near.sampled_ids)
+    return Node(call, None, fork.reason, fork.near.id, shared_tokens(packed(call.prompt_ids), theirs))
 
 
-class _Told(msgspec.Struct, frozen=True):
-    """What a call's messages say, in normal form."""
+def _superseded(calls: Sequence[ModelCall], extended: Collection[str | None]) -> set[str]:
+    """Calls that the client's SDK repeated. It counts: its n-th repetition follows its n-1 earlier ones.
 
-    call: ModelCall
-    asked: Keys  # the request's messages
-    whole: Keys  # and the response
-
-    @classmethod
-    def of(cls, call: ModelCall) -> "_Told":
-        asked = conversation_key(call.messages)
-        return cls(call, asked, asked + conversation_key([call.response] if call.response else []))
-
-
-def _fork(call: ModelCall, earlier: Sequence[_Told]) -> str:
-    """Why the call continues none of the calls before it, judged by its messages."""
-    if not call.prompt_ids:
-        return NO_TOKENS
-    if not earlier:
-        return ROOT
-    mine = _Told.of(call)
-    reasons = {_difference(mine, other) for other in earlier if other.call.prompt_ids}
-    return next((reason for reason in FORKS if reason in reasons and reason != ROOT), ROOT)
+    Like requests may be made in parallel, and each be repeated. So of the calls with the same body and
+    count only as many are superseded as came again with a higher count: those that failed before the
+    others, the undelivered before the delivered. What was extended had arrived, and is never superseded.
+    """
+    attempts: dict[bytes, dict[int, list[ModelCall]]] = {}
+    for call in calls:
+        attempts.setdefault(call.body_hash, {}).setdefault(call.retry_count, []).append(call)
+    found: set[str] = set()
+    for of_body in attempts.values():
+        for count, level in of_body.items():
+            again = max((len(later) for other, later in of_body.items() if other > count), default=0)
+            able = sorted((call for call in level if call.id not in extended), key=_likely_repeated)
+            found.update(call.id for call in able[:again])
+    return found
 
 
-def _difference(told: _Told, other: _Told) -> str:
-    """Why one call's prompt does not extend another's tokens; `ROOT` if they have nothing to do."""
-    if told.asked[: len(other.whole)] == other.whole:
-        if told.call.tools != other.call.tools:
-            return CHANGED_TOOLS
-        return STRIPPED_REASONING if _reasoned(other.call) else RETOKENISED
-    if told.asked == other.whole[: len(told.asked)]:
-        return ROOT  # the same conversation, not gone on with: a repeated or parallel call
-    mine, theirs = _without_system(told.asked), _without_system(other.asked)
-    if not mine or not theirs or mine[0] != theirs[0]:
-        return ROOT
-    return REWRITTEN_HISTORY if told.asked[0] == other.asked[0] else NEW_SYSTEM_PROMPT
+def _likely_repeated(call: ModelCall) -> tuple[int, float, str]:
+    """Order in which calls are taken for repeated; the same before and after fates are written down."""
+    if call.untrainable in _FAILED:
+        likely = 0
+    elif call.untrainable == SUPERSEDED:
+        likely = 1
+    elif call.untrainable is None:
+        likely = 2 if call.undelivered else 3
+    else:
+        likely = 4
+    return likely, *_order(call)
 
 
-def _reasoned(call: ModelCall) -> bool:
-    response = call.response or {}
-    return bool(response.get("reasoning") or response.get("reasoning_content"))
-
-
-def _without_system(keys: Keys) -> Keys:
-    return [key for key in keys if key[0] not in ("system", "developer")]
-
-
-def _excluded(call: ModelCall, extended: bool, retries: dict[bytes, list[ModelCall]]) -> str | None:
+def _excluded(call: ModelCall, extended: Collection[str | None], superseded: Collection[str]) -> str | None:
     if call.untrainable is not None:
         return call.untrainable
-    if extended:
+    if call.id in extended:
         return None
-    if any(
-        retry.retry_count > call.retry_count and retry.prompt_ids == call.prompt_ids
-        for retry in retries.get(call.body_hash, ())
-    ):
+    if call.id in superseded:
         return SUPERSEDED
     return UNDELIVERED if call.undelivered else None
 

@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from capture.graph import build, fates, samples
+from capture.reasons import FORKS
 
 
 def excluded(calls):
@@ -91,9 +92,53 @@ def test_a_retry_does_not_supersede_what_the_agent_went_on_with():
     assert excluded([*a_retry(), extension]) == {"c_1": None, "c_2": None, "c_3": None}
 
 
-def test_a_like_request_is_no_retry_without_the_count_or_with_another_prompt():
+def test_a_like_request_is_no_retry_without_the_count():
     assert excluded(a_retry(retry_count=0)) == {"c_1": None, "c_2": None}
-    assert excluded(a_retry(prompt_ids=[7])) == {"c_1": None, "c_2": None}
+
+
+def test_a_retry_that_failed_supersedes_too_and_the_prompt_of_its_template_may_differ():
+    failed = {"prompt_ids": [], "sampled_ids": [], "untrainable": "error"}
+    assert excluded(a_retry(**failed)) == {"c_1": "superseded", "c_2": "error"}
+    assert excluded(a_retry(prompt_ids=[7])) == {"c_1": "superseded", "c_2": None}
+
+
+def test_of_parallel_calls_only_as_many_are_superseded_as_were_repeated():
+    """Four like requests at once; one is answered with an error and asked again, one got no answer."""
+    like = {"prompt_ids": [1], "body_hash": b"same"}
+    error = {"untrainable": "error", "prompt_ids": [], "sampled_ids": []}
+    calls = [
+        model_call(id="c_1", started_at=1.0, sampled_ids=[2], **like),
+        model_call(id="c_2", started_at=1.0, sampled_ids=[3], **like),
+        model_call(id="c_3", started_at=1.0, **{**like, **error}),
+        model_call(id="c_4", started_at=2.0, sampled_ids=[4], retry_count=1, **like),
+    ]
+    assert excluded(calls) == {"c_1": None, "c_2": None, "c_3": "error", "c_4": None}
+    lost = model_call(id="c_0", started_at=1.5, sampled_ids=[5], undelivered=True, **like)
+    again = model_call(id="c_5", started_at=2.0, sampled_ids=[6], retry_count=1, **like)
+    assert excluded([*calls, lost, again]) == {
+        **{"c_1": None, "c_2": None, "c_3": "error", "c_0": "superseded", "c_4": None, "c_5": None}
+    }
+
+
+def test_a_repetition_whose_first_attempt_never_came_supersedes_the_attempt_before_it():
+    first, last = a_retry(retry_count=2)
+    middle = model_call(**{**fields(first), "id": "c_3", "retry_count": 1})
+    assert excluded([first, last]) == {"c_1": "superseded", "c_2": None}
+    assert excluded([first, middle, last]) == {"c_1": "superseded", "c_3": "superseded", "c_2": None}
+
+
+def test_of_equal_calls_the_one_that_was_delivered_is_continued():
+    first, again = a_retry(sampled_ids=[2], undelivered=True, retry_count=0)
+    extension = model_call(id="c_3", started_at=3.0, prompt_ids=[1, 2, 4], sampled_ids=[5])
+    assert build([first, again, extension]).nodes["c_3"].parent == "c_1"
+    assert excluded([first, again, extension]) == {"c_1": None, "c_2": "undelivered", "c_3": None}
+
+
+def test_a_response_cut_at_its_cap_is_continued_where_the_template_closes_it():
+    cut = model_call(id="c_1", started_at=1.0, prompt_ids=[1], sampled_ids=[2, 3], finish_reason="length")
+    closed = model_call(id="c_2", started_at=2.0, prompt_ids=[1, 2, 3, 99, 4], sampled_ids=[5])
+    (sample,) = samples(build([cut, closed]))
+    assert sample.loss_mask == [False, True, True, False, False, True]
 
 
 def test_when_a_retry_sampled_the_same_the_later_one_is_continued():
@@ -131,40 +176,88 @@ def said(*messages, reply="hi", **fields):
     return model_call(messages=list(messages), response=response, **fields)
 
 
-def test_fork_reasons():
-    system, user, more = (
-        {"role": role, "content": text}
-        for role, text in (("system", "be brief"), ("user", "go"), ("user", "on"))
-    )
-    reply = {"role": "assistant", "content": "hi"}
-    first = said(system, user, id="c_1", started_at=1.0, prompt_ids=[1, 2], sampled_ids=[3])
+SYSTEM, USER, MORE = (
+    {"role": role, "content": text} for role, text in (("system", "be brief"), ("user", "go"), ("user", "on"))
+)
+REPLY = {"role": "assistant", "content": "hi"}
+OTHER_SYSTEM = {"role": "system", "content": "be long"}
+TOOL = {"type": "function", "function": {"name": "play"}}
 
-    def fork_of(*messages, of=first, **fields):
-        call = said(*messages, id="c_2", started_at=2.0, prompt_ids=[1, 9, 9], sampled_ids=[4], **fields)
-        return forks([of, call])["c_2"]
 
-    assert forks([first]) == {"c_1": "root"}
-    assert fork_of(system, user, reply, more) == "retokenised"
-    assert (
-        fork_of(system, user, {**reply, "content": [{"type": "text", "text": "hi"}]}, more) == "retokenised"
+def fork_of(*messages, of=None, **fields):
+    """The reason of a call with these messages after one that asked SYSTEM, USER and got REPLY."""
+    of = of or said(SYSTEM, USER, id="c_1", started_at=1.0, prompt_ids=[1, 2], sampled_ids=[3])
+    asked = {"id": "c_9", "started_at": 9.0, "prompt_ids": [1, 9, 9], "sampled_ids": [4], **fields}
+    return forks([*(of if isinstance(of, list) else [of]), said(*messages, **asked)])["c_9"]
+
+
+def test_the_same_messages_with_other_tokens():
+    parts = {**REPLY, "content": [{"type": "text", "text": "hi"}]}
+    assert fork_of(SYSTEM, USER, REPLY, MORE) == "retokenised"
+    assert fork_of(SYSTEM, USER, parts, MORE) == "retokenised"
+    assert fork_of(SYSTEM, USER, REPLY, MORE, tools=[TOOL]) == "changed_tools"
+
+
+def test_stripped_reasoning_however_it_was_said():
+    first = {"id": "c_1", "started_at": 1.0, "prompt_ids": [1], "sampled_ids": [3]}
+    field = said(SYSTEM, USER, **first, reply_fields={"reasoning": "hm"})
+    text = said(SYSTEM, USER, **first, reply="<think>hm</think>\n\nhi")
+    half = said(SYSTEM, USER, **first, reply="hm</think>hi")  # the template opened it
+    for thought in (field, text, half):
+        assert fork_of(SYSTEM, USER, REPLY, MORE, of=thought) == "stripped_reasoning"
+    whole = {**REPLY, "content": "<think>hm</think>\n\nhi"}
+    assert fork_of(SYSTEM, USER, whole, MORE, of=text) == "stripped_reasoning"  # by the template
+    second = {"id": "c_2", "started_at": 2.0, "prompt_ids": [1, 3, 5], "sampled_ids": [6]}
+    after = [text, said(SYSTEM, USER, whole, MORE, **second)]  # kept until the next question
+    assert fork_of(SYSTEM, USER, REPLY, MORE, REPLY, USER, of=after) == "stripped_reasoning"
+
+
+def test_another_agent_takes_over():
+    assert fork_of(OTHER_SYSTEM, USER, REPLY, MORE) == "new_system_prompt"
+    assert fork_of(OTHER_SYSTEM, USER, REPLY, MORE, tools=[TOOL]) == "handoff"
+    assert fork_of(OTHER_SYSTEM, REPLY, MORE, tools=[TOOL]) == "handoff"  # it has lost the question
+
+
+def test_history_told_anew():
+    ho = {**REPLY, "content": "ho"}
+    assert fork_of(SYSTEM, USER, ho, MORE) == "rewritten_response"
+    second = said(
+        SYSTEM, USER, REPLY, MORE, id="c_2", started_at=2.0, prompt_ids=[1, 2, 3, 4], sampled_ids=[5]
     )
-    thought = said(
-        system,
-        user,
-        id="c_1",
-        started_at=1.0,
-        prompt_ids=[1],
-        sampled_ids=[3],
-        reply_fields={"reasoning": "hm"},
-    )
-    assert fork_of(system, user, reply, more, of=thought) == "stripped_reasoning"
-    assert fork_of(system, user, reply, more, tools=[{"type": "function"}]) == "changed_tools"
-    assert fork_of({**system, "content": "be long"}, user, reply, more) == "new_system_prompt"
-    assert fork_of(system, user, {**reply, "content": "ho"}, more) == "rewritten_history"
-    assert fork_of(system, more) == "root"
-    assert fork_of(system, user) == "root"
-    bare = model_call(id="c_3", started_at=3.0, prompt_ids=[], sampled_ids=[], untrainable="error")
-    assert forks([first, bare])["c_3"] == "no_tokens"
+    first = said(SYSTEM, USER, id="c_1", started_at=1.0, prompt_ids=[1, 2], sampled_ids=[3])
+    summary = {"role": "user", "content": "so far: hi"}
+    assert fork_of(SYSTEM, USER, summary, of=[first, second]) == "compacted"
+    assert fork_of(SYSTEM, REPLY, MORE, of=[first, second]) == "compacted"
+    assert fork_of(SYSTEM, USER, ho, MORE, REPLY, MORE, of=[first, second]) == "rewritten_history"
+
+
+def test_a_conversation_of_its_own_and_one_asked_again():
+    assert forks([said(SYSTEM, USER, id="c_1")]) == {"c_1": "root"}
+    assert fork_of(SYSTEM, MORE) == "sub_agent"
+    assert fork_of(OTHER_SYSTEM, MORE) == "sub_agent"
+    assert fork_of(SYSTEM, USER) == "repeated"
+    assert fork_of(SYSTEM, USER, tools=[TOOL]) == "changed_tools"
+
+
+def test_tokens_that_nobody_knows():
+    bare = {"untrainable": "error", "prompt_ids": [], "sampled_ids": []}
+    assert fork_of(SYSTEM, USER, **bare) == "no_tokens"
+    failed = model_call(id="c_1", started_at=1.0, response=None, **bare)
+    assert fork_of(SYSTEM, USER, of=failed) == "root"  # nothing was answered before
+    provider = said(SYSTEM, USER, id="c_1", started_at=1.0, **{**bare, "untrainable": "provider"})
+    assert fork_of(SYSTEM, USER, REPLY, MORE, of=provider) == "no_tokens"
+
+
+def test_a_fork_names_the_nearest_call_and_where_it_left_it():
+    first, second, _ = a_conversation()
+    drifted = model_call(id="c_5", started_at=5.0, prompt_ids=[1, 2, 3, 9, 5], sampled_ids=[6])
+    node = build([first, drifted]).nodes["c_5"]
+    assert (node.fork, node.near, node.shared) == ("repeated", "c_1", 3)
+    assert build([first, second]).nodes["c_2"].near is None
+
+
+def test_fork_reasons_are_a_closed_set_of_sentences():
+    assert all(sentence.endswith(".") and sentence[0].isupper() for sentence in FORKS.values())
 
 
 @st.composite
@@ -193,7 +286,7 @@ def call_sets(draw):
             body_hash=bytes([draw(st.integers(0, 2))]),
             retry_count=draw(st.integers(0, 2)),
             undelivered=draw(st.booleans()),
-            untrainable=draw(st.sampled_from([None, None, None, "grammar"])),
+            untrainable=draw(st.sampled_from([None, None, None, "grammar", "partial"])),
         )
         if draw(st.integers(0, 5)) == 0:
             call = model_call(**{**fields(call), "late": True, "untrainable": "late"})
@@ -210,25 +303,44 @@ def slow_ancestors(call, calls):
     def order(one):
         return one.started_at, one.id
 
-    able = [one for one in calls if not one.late and call.prompt_ids[: len(whole(one))] == whole(one)]
+    able = [
+        one
+        for one in calls
+        if one.prompt_ids and one.sampled_ids  # a call without tokens is continued by nobody
+        if (call.late or not one.late) and call.prompt_ids[: len(whole(one))] == whole(one)
+    ]
     if not able:
         return []
     longest = max(len(whole(one)) for one in able)
     equal = sorted((one for one in able if len(whole(one)) == longest), key=order)
-    before = [one for one in equal if order(one) < order(call)]
-    parent = (before or equal)[-1]
+    equal = [one for one in equal if order(one) < order(call)] or equal
+    equal = [one for one in equal if one.untrainable is None and not one.undelivered] or equal
+    parent = equal[-1]
     return [parent.id, *slow_ancestors(parent, calls)]
 
 
 def slow_excluded(call, calls):
     if call.untrainable:
         return call.untrainable
-    if any(slow_ancestors(one, calls)[:1] == [call.id] for one in calls if not one.late):
+    on_time = [one for one in calls if not one.late]
+    went_on = {slow_ancestors(one, calls)[0] for one in on_time if slow_ancestors(one, calls)}
+    if call.id in went_on:
         return None
-    for one in calls:
-        like = (one.body_hash, one.prompt_ids) == (call.body_hash, call.prompt_ids) and not one.late
-        if like and one.retry_count > call.retry_count:
+    like = [one for one in on_time if one.body_hash == call.body_hash]
+    counts = [one.retry_count for one in like if one.retry_count > call.retry_count]
+    places = max((counts.count(count) for count in counts), default=0)
+    rivals = [one for one in like if one.retry_count == call.retry_count and one.id not in went_on]
+    for is_next in (
+        lambda one: one.untrainable in ("error", "partial", "unparsable"),
+        lambda one: one.untrainable == "superseded",
+        lambda one: one.untrainable is None and one.undelivered,
+        lambda one: one.untrainable is None,
+    ):
+        taken = sorted((one for one in rivals if is_next(one)), key=lambda one: (one.started_at, one.id))
+        if call in taken[:places]:
             return "superseded"
+        places -= len(taken[:places])
+        rivals = [one for one in rivals if one not in taken]
     return "undelivered" if call.undelivered else None
 
 
