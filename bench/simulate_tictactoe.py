@@ -129,6 +129,7 @@ def grouped(
     for start in range(0, len(played), size):
         part = played[start : start + size]
         rewards = [reward_of(game) for game, _, _ in part]
+        found = advantages(rewards, estimator)
         groups.append(
             [
                 member(
@@ -136,7 +137,7 @@ def grouped(
                     [sample_of(f"r{start + i}", ids, moves, temperature)],
                     advantage,
                 )
-                for i, ((_, ids, moves), advantage) in enumerate(zip(part, advantages(rewards, estimator), strict=True))
+                for i, ((_, ids, moves), advantage) in enumerate(zip(part, found, strict=True))
             ]
         )
     return groups

@@ -2,10 +2,10 @@
 
     python make_base.py
 
-It learns from transcripts of random play, so it calls the tool and mostly takes free cells, without
-any idea which. Like any language model it learns to expect the whole text, boards and verdicts
-included: it has seen lines being completed, but never a player who preferred that. Everything follows
-from `SEED`; takes minutes on one core and writes `base/`.
+It learns from transcripts of random legal play, so it calls the tool and mostly takes free cells,
+without any idea which, and has never seen an error. Like any language model it learns to expect the
+whole text, boards and verdicts included: it has seen lines being completed, but never a player who
+preferred that. Everything follows from `SEED`; takes minutes on one core and writes `base/`.
 """
 
 import random
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from agent import NO_CALL, TOOLS, opening
+from agent import TOOLS, opening
 from game import Game, legal_moves
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
@@ -30,7 +30,6 @@ BATCH = 16
 BATCHES_SORTED = 16  # drawn at once and sorted by length, against padding
 PEAK_LR = 2e-3
 SMOOTHING = 0.2  # label smoothing of moves over the nine cells: it doubts what it knows of legality
-SLIP = 0.06  # chance of an error before a move: shown to the model, its answer too, never learned
 TAGS = ("<tool_call>", "</tool_call>")
 CONTROLS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 PIECES = r"[0-9XO]|\n|[^0-9XO\n]+"  # cells stay single tokens wherever they stand
@@ -41,10 +40,10 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True)
 class Transcript:
-    """A conversation; for each message the moves it may make, () if none, None if it is not learned."""
+    """A conversation; for each message the moves it may make, () if it makes none."""
 
     messages: list[Message]
-    targets: list[tuple[int, ...] | None]
+    targets: list[tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -71,26 +70,12 @@ def tool_call(cell: int) -> Message:
     return {"role": "assistant", "content": "", "tool_calls": [{"function": call}]}
 
 
-def slip(game: Game, rng: random.Random) -> tuple[Message, Message]:
-    """A reply that is an error, and what the model is told."""
-    taken = sorted(set(range(9)) - set(legal_moves(game.board)))
-    if taken and rng.random() < 0.8:
-        cell = rng.choice(taken)
-        return tool_call(cell), {"role": "tool", "content": game.play(cell)}
-    reply = {"role": "assistant", "content": "Done."}
-    return reply, {"role": "user", "content": game.error(NO_CALL)}
-
-
 def transcript(rng: random.Random) -> Transcript:
-    """One game of random legal moves, with some slips, against an opponent of random strength."""
+    """One game of random legal moves against an opponent of random strength."""
     game = Game(seed=rng.getrandbits(32), p=rng.random(), x_starts=rng.random() < 0.5)
     messages: list[Message] = [dict(message) for message in opening(game)]
-    targets: list[tuple[int, ...] | None] = [None, ()]
+    targets: list[tuple[int, ...]] = [(), ()]
     while not game.result:
-        if rng.random() < SLIP:
-            messages += slip(game, rng)
-            targets += [None, ()]
-            continue
         moves = legal_moves(game.board)
         cell = rng.choice(moves)
         messages += [tool_call(cell), {"role": "tool", "content": game.play(cell)}]
@@ -147,7 +132,7 @@ def render(tokenizer: PreTrainedTokenizerFast, messages: list[Message]) -> str:
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, item: Transcript) -> tuple[list[int], list[Goal]]:
-    """Token ids, and goals for the tokens of the messages that are learned.
+    """Token ids, and goals for the tokens of every message.
 
     A goal is the position of the logits, a token, its weight. A move shares its weight with the
     other legal ones (the mean over all transcripts, without their noise) and, smoothed, with all
@@ -159,8 +144,6 @@ def encode(tokenizer: PreTrainedTokenizerFast, item: Transcript) -> tuple[list[i
     starts = [position for position, token in enumerate(ids) if token == opens]
     goals: list[Goal] = []
     for start, end, moves in zip(starts, [*starts[1:], len(ids)], item.targets, strict=True):
-        if moves is None:
-            continue
         for position in range(start + HEADER, end - 1):
             token = ids[position]
             if moves and token in digits:

@@ -1,6 +1,6 @@
 """Write the scenario files: `train.jsonl`, `eval_random.jsonl`, `eval_optimal.jsonl`.
 
-    python scenarios.py [--train 1024] [--eval 200] [--p-min 0.1] [--p-max 0.6]
+    python scenarios.py [--train 1024] [--random 400] [--optimal 200] [--p-min 0.1] [--p-max 0.9]
 
 One scenario per line: `seed` decides the opponent's replies, `p` is its share of random moves.
 Every seed occurs once over all files.
@@ -66,13 +66,14 @@ def write(name: str, scenarios: Iterable[Scenario]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Write the scenario files.")
     parser.add_argument("--train", type=int, default=1024, help="training scenarios")
-    parser.add_argument("--eval", type=int, default=200, help="scenarios per evaluation set")
+    parser.add_argument("--random", type=int, default=400, help="evaluation scenarios with p = 1")
+    parser.add_argument("--optimal", type=int, default=200, help="evaluation scenarios with p = 0")
     parser.add_argument("--p-min", type=float, default=0.1, help="least share of random moves")
-    parser.add_argument("--p-max", type=float, default=0.6, help="largest share of random moves")
+    parser.add_argument("--p-max", type=float, default=0.9, help="largest share of random moves")
     options = parser.parse_args()
     write("train", train_set(options.train, options.p_min, options.p_max))
-    write("eval_random", eval_set("random", 1.0, options.eval, options.train))
-    write("eval_optimal", eval_set("optimal", 0.0, options.eval, options.train + options.eval))
+    write("eval_random", eval_set("random", 1.0, options.random, options.train))
+    write("eval_optimal", eval_set("optimal", 0.0, options.optimal, options.train + options.random))
 
 
 if __name__ == "__main__":
