@@ -1,4 +1,8 @@
-"""Which earlier call a new one is stored as a difference to: the one that shares the longest prefix."""
+"""Which earlier call a new one is stored as a difference to: the one that shares the longest prefix.
+
+A content that a later one begins with is not tried any more: whoever shares a prefix with it shares it
+with the later one too. So what is kept of a rollout is the end of each of its conversations.
+"""
 
 from collections import OrderedDict, deque
 from collections.abc import Callable
@@ -9,7 +13,7 @@ from capture.store import ParentContent
 from capture.tokens import packed, shared_tokens
 from capture.types import ModelCall
 
-_PARENTS_MAX = 32  # newest contents of one rollout that are tried
+_ENDS_MAX = 32  # conversations of one rollout, those last gone on with
 Base = tuple[str, int, int]  # call id, shared tokens, shared messages
 
 
@@ -23,6 +27,12 @@ class _Known:
         self.tokens = packed(token_ids)
         self.messages = messages
         self.size = len(self.tokens) + sum(map(len, messages))
+
+    def covers(self, other: "_Known") -> bool:
+        """Whether this one begins with the other: its tokens, or its messages where it has no tokens."""
+        if other.tokens:
+            return self.tokens.startswith(other.tokens)
+        return self.messages[: len(other.messages)] == other.messages
 
 
 class Bases:
@@ -46,23 +56,29 @@ class Bases:
         new = _Known(call.id, call.prompt_ids + call.sampled_ids, encoded)
         best = _best(new, [one for one in known if one.call_id != call.id])
         self._remember(known, new)
+        self._evict()
         return best
 
     def _known(self, rollout_id: str) -> deque[_Known]:
         known = self._rollouts.get(rollout_id)
         if known is None:
             known = self._rollouts[rollout_id] = deque()
-            for parent in self._read(rollout_id)[-_PARENTS_MAX:]:
+            for parent in self._read(rollout_id):
                 encoded = [msgspec.json.encode(message) for message in parent.messages]
                 self._remember(known, _Known(parent.call_id, parent.token_ids, encoded))
         self._rollouts.move_to_end(rollout_id)
         return known
 
     def _remember(self, known: deque[_Known], new: _Known) -> None:
+        for old in [one for one in known if new.covers(one)]:
+            known.remove(old)
+            self._bytes -= old.size
         known.append(new)
         self._bytes += new.size
-        if len(known) > _PARENTS_MAX:
+        if len(known) > _ENDS_MAX:
             self._bytes -= known.popleft().size
+
+    def _evict(self) -> None:
         while self._bytes > self._bytes_max and len(self._rollouts) > 1:
             _, oldest = self._rollouts.popitem(last=False)
             self._bytes -= sum(one.size for one in oldest)

@@ -1,3 +1,4 @@
+import msgspec
 import pytest
 from capture_makers import POLICY, raw_call, request, response, rollout
 
@@ -68,7 +69,7 @@ def test_storage_grows_with_what_is_new_not_with_the_context(store):
     while ingester.step(7):
         pass
     tokens, messages = stored_bytes(store, opened.id)
-    assert tokens == 4 * (1000 + 20 * 3 + 19 * 2)
+    assert tokens == 3 * (1000 + 20 * 3 + 19 * 2)
     assert messages < 5000 + 20 * 100  # the question once, a short pair of messages a turn
 
 
@@ -77,7 +78,7 @@ def test_a_new_ingester_finds_the_base_in_the_store(store):
     for record in a_conversation(opened.id, 10, context=1000):
         commit(store, record)
         assert Ingester(store).step() == 1
-    assert stored_bytes(store, opened.id)[0] == 4 * (1000 + 10 * 3 + 9 * 2)
+    assert stored_bytes(store, opened.id)[0] == 3 * (1000 + 10 * 3 + 9 * 2)
 
 
 def test_a_small_cache_forgets_and_still_stores_differences(store):
@@ -89,7 +90,7 @@ def test_a_small_cache_forgets_and_still_stores_differences(store):
         assert ingester.step() == 3
     for id, records in zip(ids, conversations, strict=True):
         assert store.calls(id) == [parse(record) for record in records]
-        assert stored_bytes(store, id)[0] == 4 * (500 + 5 * 3 + 4 * 2)
+        assert stored_bytes(store, id)[0] == 3 * (500 + 5 * 3 + 4 * 2)
 
 
 def test_garbage_is_ingested_with_its_reason_and_blocks_nobody(store):
@@ -131,3 +132,27 @@ def test_two_ingesters_at_once_do_no_harm(store, tmp_path):
     assert store.counts().calls_not_ingested == 0
     assert len(store.calls(opened.id)) == 4
     other.close()
+
+
+def test_many_conversations_at_once_in_one_rollout_keep_their_bases(store):
+    """Thirty sub-agents take turns: what they went on from is far back among the calls, but not forgotten."""
+    opened = store.open_rollout(rollout())
+    turns = 4
+    agents = []
+    for agent in range(30):
+        records = a_conversation(opened.id, turns, context=200 + agent)  # other first messages, other tokens
+        agents.append([msgspec.structs.replace(one, response=shifted(one, agent)) for one in records])
+    for turn in zip(*agents, strict=True):
+        commit(store, *turn)
+    ingester = Ingester(store)
+    while ingester.step():
+        pass
+    distinct = sum(200 + agent + turns * 3 + (turns - 1) * 2 for agent in range(30))
+    assert stored_bytes(store, opened.id)[0] == 3 * distinct
+
+
+def shifted(raw, by):
+    """The raw call's response, with every token another one for each agent."""
+    call = parse(raw)
+    away = [[1000 * (by + 1) + id for id in ids] for ids in (call.prompt_ids, call.sampled_ids)]
+    return response(*away, content=call.response["content"])

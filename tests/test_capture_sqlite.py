@@ -1,15 +1,22 @@
 import subprocess
 import sys
+import tempfile
+from array import array
 from pathlib import Path
 
 import apsw
 import msgspec
 import pytest
+import zstandard
 from capture_makers import POLICY, model_call, raw_call, rollout
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
 
 from capture.errors import Conflict, Corrupt, Fenced, NotFound, RewardFrozen, StoreBusy, StoreError
 from capture.frames import pack, unpack
 from capture.sqlite import SqliteStore
+from capture.sqlite.base import migrations
 from capture.types import CallFate, Commit, EngineVersion, LedgerRow
 
 RUN = "run1"
@@ -305,10 +312,128 @@ def test_calls_read_back_whole_although_stored_as_differences(store):
     assert store.calls(opened.id) == [first, second, third]
     assert [parent.call_id for parent in store.parents(opened.id)] == [first.id, second.id, third.id]
     assert store.parents(opened.id)[1].token_ids == [1, 2, 3, 4, 5, 2**31 - 1]
-    rows = apsw.Connection(str(store.path)).execute("SELECT length(tokens) / 4 FROM contents ORDER BY n")
-    assert [row[0] for row in rows] == [4, 2, 3]
+    rows = apsw.Connection(str(store.path)).execute("SELECT length(tokens) FROM contents ORDER BY n")
+    assert [row[0] for row in rows] == [3 * 4, 4 * 2, 3 * 3]  # one id needs four bytes
     store.save_calls([second], {})
     assert store.counts().calls_not_ingested == 0
+
+
+SAID = st.text("ab ", max_size=400)
+
+
+@given(
+    turns=st.lists(st.tuples(SAID, SAID, st.booleans(), st.sampled_from([0, 5, 2**24])), max_size=6),
+    reopened=st.sets(st.integers(0, 5)),
+)
+@hypothesis_settings(max_examples=30, deadline=None)
+def test_contents_read_back_whole_whatever_the_store_remembered_when_it_wrote_them(turns, reopened):
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "store.sqlite"
+        store = SqliteStore(path)
+        store._db.execute("PRAGMA synchronous = OFF")
+        opened = store.open_rollout(rollout())
+        messages, tokens, saved = [], [1, 2], []
+        for at, (question, answer, rewritten, id) in enumerate(turns):
+            if at in reopened:  # as after a restart: the tails are forgotten
+                store.close()
+                store = SqliteStore(path)
+            record = raw_call(opened.id, started_at=float(at))
+            commit(store, record)
+            asked = [*messages, {"role": "user", "content": question}]
+            call = model_call(
+                id=record.id,
+                rollout_id=opened.id,
+                started_at=float(at),
+                messages=asked,
+                response={"role": "assistant", "content": answer},
+                prompt_ids=[*tokens, 7],
+                sampled_ids=[id],
+                sampled_logprobs=[-0.5],
+                body_hash=record.body_hash,
+            )
+            before = saved[-1] if saved else None
+            shared = 0 if before is None else len(messages) - rewritten
+            base = {} if before is None else {call.id: (before.id, len(tokens), shared)}
+            store.save_calls([call], base)
+            saved.append(call)
+            written = answer + "!" if at + 1 < len(turns) and turns[at + 1][2] else answer
+            messages, tokens = [*asked, {"role": "assistant", "content": written}], [*tokens, 7, id]
+        assert store.calls(opened.id) == saved
+        assert store.verify() == []
+        store.close()
+
+
+def test_a_response_written_down_anew_costs_little(store):
+    """The rewritten response is another message, but most of it stands in the one before."""
+    opened = store.open_rollout(rollout())
+    records = [raw_call(opened.id, started_at=float(at)) for at in (1, 2)]
+    commit(store, *records)
+    long = {"role": "assistant", "content": " ".join(str(number**3) for number in range(300))}
+    again = {"content": long["content"], "role": "assistant"}
+    first = model_call(id=records[0].id, rollout_id=opened.id, response=long, started_at=1.0)
+    second = model_call(
+        id=records[1].id, rollout_id=opened.id, messages=[*first.messages, again], started_at=2.0
+    )
+    store.save_calls([first, second], {second.id: (first.id, 2, 1)})
+    sizes = [row[0] for row in store._rows("SELECT length(messages) FROM contents ORDER BY n")]
+    assert sizes[0] > 700
+    assert sizes[1] < 120
+
+
+def test_a_store_of_the_first_schema_is_upgraded_and_read_and_written_on(tmp_path):
+    path = tmp_path / "old.sqlite"
+    _, name, sql = migrations()[0]
+    db = apsw.Connection(str(path))
+    db.execute(
+        "CREATE TABLE migrations (number INTEGER PRIMARY KEY, name TEXT NOT NULL, applied_at REAL NOT NULL)"
+    )
+    db.execute(sql)
+    db.execute("INSERT INTO migrations VALUES (1, ?, 0)", (name,))
+    rows = {
+        "rollouts": {
+            **{"id": "r_1", "key_id": "k", "mode": "train", "state": "open", "attempt": 0, "headless": 0},
+            **{"policy": POLICY, "call_count": 1, "created_at": 0.0, "stdout": ""},
+        },
+        "calls": {
+            **{"n": 1, "id": "c_1", "rollout_id": "r_1", "key_id": "k", "mode": "train", "policy": POLICY},
+            **{"policy_version": 0, "frame_id": 1, "place": 0, "started_at": 1.0, "ended_at": 2.0},
+            **{"status": 200, "retry_count": 0, "body_hash": b"h", "late": 0, "failed": 0},
+            **{"ingested_at": 3.0, "prompt_tokens": 2, "completion_tokens": 2, "sampled_tokens": 2},
+        },
+    }
+    for table, row in rows.items():
+        values = ", ".join("?" * len(row))
+        db.execute(f"INSERT INTO {table} ({', '.join(row)}) VALUES ({values})", tuple(row.values()))
+    question, answer = {"role": "user", "content": "go"}, {"role": "assistant", "content": "x" * 600}
+    messages = zstandard.ZstdCompressor(level=1).compress(msgspec.json.encode([question, answer]))
+    tokens = array("i", [1, 2, 3, 4]).tobytes()
+    db.execute(
+        "INSERT INTO contents VALUES (1, NULL, 0, 0, 2, 2, ?, ?, ?, 1, NULL, 'policy', 1.0)",
+        (tokens, array("f", [-0.5, -1.0]).tobytes(), messages),
+    )
+    db.close()
+
+    store = SqliteStore(path)
+    (old,) = store.calls("r_1")
+    assert (old.prompt_ids, old.sampled_ids, old.messages, old.response) == (
+        [1, 2],
+        [3, 4],
+        [question],
+        answer,
+    )
+    record = raw_call("r_1", started_at=2.0)
+    commit(store, record)
+    new = model_call(
+        id=record.id,
+        started_at=2.0,
+        messages=[question, answer, question],
+        prompt_ids=[1, 2, 3, 4, 5],
+        body_hash=record.body_hash,
+    )
+    store.save_calls([new], {new.id: ("c_1", 4, 2)})
+    assert store.calls("r_1") == [old, new]
+    assert store.verify() == []
+    store.close()
 
 
 def test_a_base_that_the_store_does_not_know_is_not_used(store):

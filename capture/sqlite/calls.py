@@ -16,6 +16,7 @@ CALLS_PER_SAVE = 64
 HUNG_UP = 499  # the status of a call whose client left first
 _FRAMES_CACHED = 8
 _BLOBS_KNOWN = 4096
+_TAILS_KNOWN = 2048
 
 _INSERT = (
     "INSERT INTO calls (id, rollout_id, key_id, mode, policy, policy_version, frame_id, place, started_at, "
@@ -130,10 +131,11 @@ class Calls(Rollouts):
             raise ValueError(f"{len(calls)} calls in one transaction; at most {CALLS_PER_SAVE}")
         now = self.now()
         new_blobs: set[bytes] = set()
+        new_tails: dict[int, bytes] = {}
         frames: Counter[int] = Counter()
         with self._write():
             for call in calls:
-                frame_id = self._save_call(call, bases.get(call.id), now, new_blobs)
+                frame_id = self._save_call(call, bases.get(call.id), now, new_blobs, new_tails)
                 if frame_id is not None:
                     frames[frame_id] += 1
             self._db.executemany(
@@ -145,9 +147,17 @@ class Calls(Rollouts):
         self._blobs |= new_blobs
         if len(self._blobs) > _BLOBS_KNOWN:
             self._blobs.clear()
+        self._tails.update(new_tails)
+        while len(self._tails) > _TAILS_KNOWN:
+            del self._tails[next(iter(self._tails))]
 
     def _save_call(
-        self, call: ModelCall, base: tuple[str, int, int] | None, now: float, new_blobs: set[bytes]
+        self,
+        call: ModelCall,
+        base: tuple[str, int, int] | None,
+        now: float,
+        new_blobs: set[bytes],
+        new_tails: dict[int, bytes],
     ) -> int | None:
         """The frame that it came from; None if it was saved before."""
         row = self._row(
@@ -168,7 +178,9 @@ class Calls(Rollouts):
         if tools is not None and tools[0] not in self._blobs:
             self._db.execute("INSERT INTO blobs VALUES (?, ?) ON CONFLICT DO NOTHING", tools)
             new_blobs.add(tools[0])
-        content = pack_content(call, n, self._base(call, n, base), tools and tools[0])
+        found = self._base(call, n, base)
+        base_tail = None if found is None else new_tails.get(found[0]) or self._tails.get(found[0])
+        content, new_tails[n] = pack_content(call, n, found, base_tail, tools and tools[0])
         self._db.execute(_CONTENT, tuple(getattr(content, name) for name in Content.__struct_fields__))
         return int(frame_id)
 
