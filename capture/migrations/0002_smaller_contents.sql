@@ -1,6 +1,7 @@
--- contents.tokens: three bytes a token (little-endian) where all of a row's ids fit, else four as before.
--- contents.messages: a row may begin with 0x01; then a zstd frame follows whose dictionary is made of the
--- messages stored before it (capture/sqlite/content.py).
--- Rows that are there stay as they are and are read as before. This number keeps an older Hone, which
--- could not read the new ones, from opening the file.
-SELECT 1;
+-- How the tokens and messages of a content are stored; what the numbers mean stands in
+-- capture/sqlite/content.py. Rows that are there stay as they are: their form is 0.
+ALTER TABLE contents ADD COLUMN token_form INTEGER NOT NULL DEFAULT 0;
+ALTER TABLE contents ADD COLUMN message_form INTEGER NOT NULL DEFAULT 0;
+
+-- The header `Idempotency-Key`, by which a client says that a request is an earlier one once more.
+ALTER TABLE calls ADD COLUMN idempotency_key TEXT;

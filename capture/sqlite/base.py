@@ -29,7 +29,6 @@ class Base:
         migrate(self._db)
         self._frames: dict[int, list[RawCall]] = {}  # the last few frames, by id
         self._blobs: set[bytes] = set()  # hashes that are certainly stored
-        self._tails: dict[int, bytes] = {}  # of the contents that were stored last, by n
 
     def close(self) -> None:
         self._db.close()

@@ -7,16 +7,25 @@ from typing import Any
 from capture.errors import Corrupt, NotFound
 from capture.frames import unpack
 from capture.reasons import LATE, OTHER_POLICY, UNDELIVERED
-from capture.sqlite.content import Content, Whole, blob, floats, pack_content, unpack_content, unpack_tools
+from capture.sqlite.content import (
+    Content,
+    Readable,
+    Whole,
+    blob,
+    floats,
+    pack_content,
+    readable,
+    unpack_content,
+    unpack_tools,
+)
 from capture.sqlite.rollouts import COLUMNS, Rollouts, rollout_from
-from capture.store import ParentContent, PendingCall
+from capture.store import ContentBase, ParentContent, PendingCall
 from capture.types import ModelCall, RawCall, Rollout
 
 CALLS_PER_SAVE = 64
 HUNG_UP = 499  # the status of a call whose client left first
 _FRAMES_CACHED = 8
 _BLOBS_KNOWN = 4096
-_TAILS_KNOWN = 2048
 
 _INSERT = (
     "INSERT INTO calls (id, rollout_id, key_id, mode, policy, policy_version, frame_id, place, started_at, "
@@ -122,20 +131,19 @@ class Calls(Rollouts):
 
     def parents(self, rollout_id: str) -> list[ParentContent]:
         return [
-            ParentContent(call_id=row[0], token_ids=whole.tokens, messages=whole.messages)
+            ParentContent(call_id=row[0], tokens=whole.tokens, messages=whole.messages)
             for row, _, whole in self._contents(rollout_id, "calls.id")
         ]
 
-    def save_calls(self, calls: Sequence[ModelCall], bases: Mapping[str, tuple[str, int, int]]) -> None:
+    def save_calls(self, calls: Sequence[ModelCall], bases: Mapping[str, ContentBase]) -> None:
         if len(calls) > CALLS_PER_SAVE:
             raise ValueError(f"{len(calls)} calls in one transaction; at most {CALLS_PER_SAVE}")
         now = self.now()
         new_blobs: set[bytes] = set()
-        new_tails: dict[int, bytes] = {}
         frames: Counter[int] = Counter()
         with self._write():
             for call in calls:
-                frame_id = self._save_call(call, bases.get(call.id), now, new_blobs, new_tails)
+                frame_id = self._save_call(call, bases.get(call.id), now, new_blobs)
                 if frame_id is not None:
                     frames[frame_id] += 1
             self._db.executemany(
@@ -147,17 +155,9 @@ class Calls(Rollouts):
         self._blobs |= new_blobs
         if len(self._blobs) > _BLOBS_KNOWN:
             self._blobs.clear()
-        self._tails.update(new_tails)
-        while len(self._tails) > _TAILS_KNOWN:
-            del self._tails[next(iter(self._tails))]
 
     def _save_call(
-        self,
-        call: ModelCall,
-        base: tuple[str, int, int] | None,
-        now: float,
-        new_blobs: set[bytes],
-        new_tails: dict[int, bytes],
+        self, call: ModelCall, base: ContentBase | None, now: float, new_blobs: set[bytes]
     ) -> int | None:
         """The frame that it came from; None if it was saved before."""
         row = self._row(
@@ -178,23 +178,19 @@ class Calls(Rollouts):
         if tools is not None and tools[0] not in self._blobs:
             self._db.execute("INSERT INTO blobs VALUES (?, ?) ON CONFLICT DO NOTHING", tools)
             new_blobs.add(tools[0])
-        found = self._base(call, n, base)
-        base_tail = None if found is None else new_tails.get(found[0]) or self._tails.get(found[0])
-        content, new_tails[n] = pack_content(call, n, found, base_tail, tools and tools[0])
+        content = pack_content(call, n, self._numbered(call, n, base), tools and tools[0])
         self._db.execute(_CONTENT, tuple(getattr(content, name) for name in Content.__struct_fields__))
         return int(frame_id)
 
-    def _base(
-        self, call: ModelCall, n: int, base: tuple[str, int, int] | None
-    ) -> tuple[int, int, int] | None:
-        """The base by number, if it is an earlier ingested call of the same rollout."""
+    def _numbered(self, call: ModelCall, n: int, base: ContentBase | None) -> tuple[int, ContentBase] | None:
+        """The base with its number, if it is an earlier ingested call of the same rollout."""
         if base is None:
             return None
         base_n = self._value(
             "SELECT n FROM calls WHERE id = ? AND rollout_id = ? AND n < ? AND ingested_at IS NOT NULL",
-            (base[0], call.rollout_id, n),
+            (base.content.call_id, call.rollout_id, n),
         )
-        return None if base_n is None else (base_n, base[1], base[2])
+        return None if base_n is None else (base_n, base)
 
     # -- reading back ------------------------------------------------------------------------
 
@@ -226,10 +222,12 @@ class Calls(Rollouts):
             )
             bodies = {hash: unpack_tools(body) for hash, body in rows}
         calls = []
+        read: dict[int | None, Readable] = {}
         for row, content, whole in found:
             fields = dict(zip(names, row, strict=True))
             excluded = fields.pop("excluded")
-            split = len(whole.messages) - content.has_response
+            said = read[content.n] = readable(content, whole, read.get(content.base))
+            split = len(said.messages) - content.has_response
             fields["late"] = bool(fields["late"])
             # A mark that came after settling changes nothing: samples must agree with the balance.
             fields["undelivered"] = bool(fields["undelivered"]) if open_state else excluded == UNDELIVERED
@@ -237,11 +235,11 @@ class Calls(Rollouts):
                 **fields,
                 model=content.model,
                 temperature=content.temperature,
-                messages=whole.messages[:split],
+                messages=said.messages[:split],
                 tools=bodies[content.tools] if content.tools is not None else [],
-                response=whole.messages[-1] if content.has_response else None,
-                prompt_ids=whole.tokens[: content.prompt_count],
-                sampled_ids=whole.tokens[content.prompt_count :],
+                response=said.messages[-1] if content.has_response else None,
+                prompt_ids=said.tokens[: content.prompt_count],
+                sampled_ids=said.tokens[content.prompt_count :],
                 sampled_logprobs=floats(content.logprobs),
                 untrainable=excluded,
             )
