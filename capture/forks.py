@@ -35,6 +35,14 @@ class Fork(msgspec.Struct, frozen=True):
     near: ModelCall | None
 
 
+class _Message(msgspec.Struct, frozen=True):
+    """A message by the number of its normal form."""
+
+    number: int
+    is_turn: bool  # said by an assistant or a tool
+    is_reasoned: bool
+
+
 class _Said(msgspec.Struct, frozen=True):
     """What a call's messages say; each message is the number of its normal form."""
 
@@ -47,10 +55,14 @@ class _Said(msgspec.Struct, frozen=True):
 
 
 class Forks:
-    """Judges the calls of one rollout; messages are put in normal form once, and only if a fork asks."""
+    """Judges the calls of one rollout; messages are put in normal form once, and only if a fork asks.
+
+    The calls must outlive it.
+    """
 
     def __init__(self) -> None:
         self._numbers: dict[tuple[Any, ...], int] = {}
+        self._messages: dict[int, _Message] = {}  # by identity: calls from a store share their messages
         self._said: dict[str, _Said] = {}
 
     def judge(self, call: ModelCall, earlier: Sequence[ModelCall]) -> Fork:
@@ -74,18 +86,26 @@ class Forks:
     def _read(self, call: ModelCall) -> _Said:
         roles = [message.get("role") for message in call.messages]
         head = next((place for place, role in enumerate(roles) if role not in SYSTEM_ROLES), len(roles))
-        messages = call.messages if call.response is None else [*call.messages, call.response]
-        keys = [message_key(message) for message in messages]
-        numbers = [self._numbers.setdefault(key, len(self._numbers)) for key in keys]
-        turns = {number for number, key in zip(numbers, keys, strict=True) if key[0] in ("assistant", "tool")}
+        said = [self._message(message) for message in call.messages]
+        if call.response is not None:
+            said.append(self._message(call.response))
         return _Said(
             call=call,
-            system=numbers[:head],
-            asked=numbers[head : len(roles)],
-            whole=numbers[head:],
-            turns=frozenset(turns),
-            reasoned=any(map(is_reasoned, messages)),
+            system=[one.number for one in said[:head]],
+            asked=[one.number for one in said[head : len(roles)]],
+            whole=[one.number for one in said[head:]],
+            turns=frozenset(one.number for one in said if one.is_turn),
+            reasoned=any(one.is_reasoned for one in said),
         )
+
+    def _message(self, message: dict[str, Any]) -> _Message:
+        found = self._messages.get(id(message))
+        if found is None:
+            key = message_key(message)
+            number = self._numbers.setdefault(key, len(self._numbers))
+            found = _Message(number, key[0] in ("assistant", "tool"), is_reasoned(message))
+            self._messages[id(message)] = found
+        return found
 
 
 def _continued(mine: _Said, others: Sequence[_Said]) -> Fork | None:

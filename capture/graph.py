@@ -6,12 +6,12 @@ otherwise B begins a branch of its own, for a reason that is recorded. Late call
 nothing: what was settled without them stays true.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
 
-from capture.forks import Forks
-from capture.reasons import ERROR, FORKS, PARTIAL, SUPERSEDED, UNDELIVERED, UNPARSABLE
+from capture.forks import Fork, Forks
+from capture.reasons import ERROR, FORKS, LATE, PARTIAL, SUPERSEDED, UNDELIVERED, UNPARSABLE
 from capture.tokens import packed, shared_tokens
 from capture.types import CallFate, ModelCall, Sample, Span
 
@@ -51,23 +51,23 @@ class CallGraph(msgspec.Struct, frozen=True):
 def build(calls: Sequence[ModelCall]) -> CallGraph:
     """The graph of one rollout's calls. Ids are unique."""
     ordered = sorted(calls, key=_order)
-    candidates = _candidates(ordered)
+    tokens = {call.id: _Tokens(call) for call in ordered}
+    parents = _parents(ordered, tokens)
     forks = Forks()
     nodes: dict[str, Node] = {}
     for index, call in enumerate(ordered):
-        able = [one for one in candidates if call.late or not one.call.late]
-        parent = _parent(call, able)
+        parent = parents.get(call.id)
         if parent is not None:
-            nodes[call.id] = Node(call, parent.id, None)
+            nodes[call.id] = Node(call, parent, None)
         else:
             earlier = [one for one in ordered[:index] if call.late or not one.late]
-            nodes[call.id] = _forked(call, earlier, forks)
+            nodes[call.id] = _forked(forks.judge(call, earlier), call, tokens)
     return CallGraph(nodes)
 
 
 def fates(graph: CallGraph) -> list[CallFate]:
     """For each call, in order, why its tokens are not trained; None where they are."""
-    extended = {node.parent for node in graph.nodes.values() if not node.call.late}
+    extended = _extended(graph)
     calls = [node.call for node in graph.nodes.values()]
     superseded = _superseded([call for call in calls if not call.late], extended)
     return [CallFate(call.id, _excluded(call, extended, superseded)) for call in calls]
@@ -83,7 +83,10 @@ def samples(graph: CallGraph) -> list[Sample]:
     trainable = {fate.call_id for fate in fates(graph) if fate.excluded is None}
     above: set[str] = set()  # calls with a trainable call further down
     for call_id in trainable:
-        above.update(call.id for call in graph.path(call_id)[:-1])
+        parent = graph.nodes[call_id].parent
+        while parent is not None and parent not in above:
+            above.add(parent)
+            parent = graph.nodes[parent].parent
     owned: set[str] = set()
     found = []
     for call_id in graph.nodes:
@@ -100,67 +103,109 @@ def _order(call: ModelCall) -> tuple[float, str]:
     return call.started_at, call.id
 
 
-class _Candidate(msgspec.Struct, frozen=True):
-    """A call that can be continued; its prompt + sampled tokens as bytes, which compare fast."""
+class _Tokens:
+    """A call's tokens as bytes, which compare fast."""
 
-    tokens: bytes
-    call: ModelCall
+    __slots__ = ("prompt", "whole")
 
-
-def _candidates(calls: Sequence[ModelCall]) -> list[_Candidate]:
-    """The longest first. Sampled tokens are never empty, so a parent is shorter than its child: no cycles."""
-    found = [
-        _Candidate(packed(call.prompt_ids + call.sampled_ids), call)
-        for call in calls
-        if call.prompt_ids and call.sampled_ids
-    ]
-    return sorted(found, key=lambda one: len(one.tokens), reverse=True)
+    def __init__(self, call: ModelCall) -> None:
+        self.prompt = packed(call.prompt_ids)
+        self.whole = self.prompt + packed(call.sampled_ids)
 
 
-def _parent(call: ModelCall, candidates: Sequence[_Candidate]) -> ModelCall | None:
-    """The longest call that this one's prompt extends.
+def _parents(calls: Sequence[ModelCall], tokens: Mapping[str, _Tokens]) -> dict[str, str]:
+    """For each call that continues another, the id of the longest one that its prompt extends.
+
+    In the order of their bytes everything that begins with a call comes right after it. So one walk over
+    the sorted prompts and calls, with the calls that the present one begins with on a stack, finds every
+    parent in n log n comparisons. Sampled tokens are never empty: a parent is shorter than its child.
+    """
+    entries = [(tokens[call.id].whole, 0, call) for call in calls if call.prompt_ids and call.sampled_ids]
+    entries += [(tokens[call.id].prompt, 1, call) for call in calls if call.prompt_ids]
+    found: dict[str, str] = {}
+    stack: list[tuple[bytes, list[ModelCall]]] = []  # of equal calls
+    for whole, is_prompt, call in sorted(entries, key=lambda entry: entry[:2]):
+        while stack and not whole.startswith(stack[-1][0]):
+            stack.pop()
+        if is_prompt:
+            parent = _chosen(call, stack)
+            if parent is not None:
+                found[call.id] = parent.id
+        elif stack and stack[-1][0] == whole:
+            stack[-1][1].append(call)
+        else:
+            stack.append((whole, [call]))
+    return found
+
+
+def _chosen(call: ModelCall, stack: Sequence[tuple[bytes, list[ModelCall]]]) -> ModelCall | None:
+    """The longest of the calls that this one may continue; nothing that was on time continues a late one.
 
     Of equal ones those that began before it, then those that it may have been given, then the last.
     """
-    prompt = packed(call.prompt_ids)
-    equal: list[_Candidate] = []
-    for one in candidates:
-        if equal and len(one.tokens) < len(equal[0].tokens):
-            break
-        if prompt.startswith(one.tokens):
-            equal.append(one)
-    found = [one.call for one in equal]
-    return max(found, key=lambda one: (_order(one) < _order(call), _is_given(one), _order(one)), default=None)
+    for _, equal in reversed(stack):
+        able = [one for one in equal if call.late or not one.late]
+        if able:
+            return max(able, key=lambda one: (_order(one) < _order(call), _is_given(one), _order(one)))
+    return None
 
 
 def _is_given(call: ModelCall) -> bool:
     return call.untrainable is None and not call.undelivered
 
 
-def _forked(call: ModelCall, earlier: Sequence[ModelCall], forks: Forks) -> Node:
-    fork = forks.judge(call, earlier)
+def _forked(fork: Fork, call: ModelCall, tokens: Mapping[str, _Tokens]) -> Node:
     if fork.near is None:
         return Node(call, None, fork.reason)
-    theirs = packed(fork.near.prompt_ids + fork.near.sampled_ids)
-    return Node(call, None, fork.reason, fork.near.id, shared_tokens(packed(call.prompt_ids), theirs))
+    shared = shared_tokens(tokens[call.id].prompt, tokens[fork.near.id].whole)
+    return Node(call, None, fork.reason, fork.near.id, shared)
 
 
-def _superseded(calls: Sequence[ModelCall], extended: Collection[str | None]) -> set[str]:
-    """Calls that the client's SDK repeated. It counts: its n-th repetition follows its n-1 earlier ones.
+def _extended(graph: CallGraph) -> set[str]:
+    """Calls that a later one goes on with: their responses arrived, whatever the connection looked like."""
+    return {
+        node.parent
+        for node in graph.nodes.values()
+        if node.parent is not None
+        and not node.call.late
+        and _order(graph.nodes[node.parent].call) < _order(node.call)
+    }
 
-    Like requests may be made in parallel, and each be repeated. So of the calls with the same body and
-    count only as many are superseded as came again with a higher count: those that failed before the
-    others, the undelivered before the delivered. What was extended had arrived, and is never superseded.
+
+def _superseded(calls: Sequence[ModelCall], extended: Collection[str]) -> set[str]:
+    """Calls that the client's SDK repeated; never those that were extended.
+
+    The same body under the same idempotency key is one request, however often it is made: the last of
+    them counts. Without a key the client's count says it: its n-th repetition follows its n-1 earlier ones.
     """
-    attempts: dict[bytes, dict[int, list[ModelCall]]] = {}
+    requests: dict[tuple[bytes, str | None], list[ModelCall]] = {}
     for call in calls:
-        attempts.setdefault(call.body_hash, {}).setdefault(call.retry_count, []).append(call)
+        requests.setdefault((call.body_hash, call.idempotency_key), []).append(call)
     found: set[str] = set()
-    for of_body in attempts.values():
-        for count, level in of_body.items():
-            again = max((len(later) for other, later in of_body.items() if other > count), default=0)
-            able = sorted((call for call in level if call.id not in extended), key=_likely_repeated)
-            found.update(call.id for call in able[:again])
+    for (_, key), attempts in requests.items():
+        repeated = _counted(attempts, extended) if key is None else sorted(attempts, key=_attempt)[:-1]
+        found.update(call.id for call in repeated)
+    return found.difference(extended)
+
+
+def _attempt(call: ModelCall) -> tuple[int, float, str]:
+    return call.retry_count, *_order(call)
+
+
+def _counted(calls: Sequence[ModelCall], extended: Collection[str]) -> list[ModelCall]:
+    """Of calls with the same body those that came again with a higher count.
+
+    Like requests may be made in parallel, and each be repeated. So of those with one count only as many
+    are superseded as there are with a higher one: those that failed before the others, the undelivered
+    before the delivered.
+    """
+    levels: dict[int, list[ModelCall]] = {}
+    for call in calls:
+        levels.setdefault(call.retry_count, []).append(call)
+    found: list[ModelCall] = []
+    for count, level in levels.items():
+        again = max((len(later) for other, later in levels.items() if other > count), default=0)
+        found += sorted((call for call in level if call.id not in extended), key=_likely_repeated)[:again]
     return found
 
 
@@ -177,9 +222,11 @@ def _likely_repeated(call: ModelCall) -> tuple[int, float, str]:
     return likely, *_order(call)
 
 
-def _excluded(call: ModelCall, extended: Collection[str | None], superseded: Collection[str]) -> str | None:
+def _excluded(call: ModelCall, extended: Collection[str], superseded: Collection[str]) -> str | None:
     if call.untrainable is not None:
         return call.untrainable
+    if call.late:
+        return LATE
     if call.id in extended:
         return None
     if call.id in superseded:

@@ -29,8 +29,8 @@ _BLOBS_KNOWN = 4096
 
 _INSERT = (
     "INSERT INTO calls (id, rollout_id, key_id, mode, policy, policy_version, frame_id, place, started_at, "
-    "ended_at, status, retry_count, body_hash, late, undelivered, failed, error) "
-    f"VALUES ({', '.join('?' * 17)})"
+    "ended_at, status, retry_count, body_hash, late, undelivered, failed, error, idempotency_key) "
+    f"VALUES ({', '.join('?' * 18)})"
 )
 _SAVE = (
     "UPDATE calls SET ingested_at = ?, prompt_tokens = ?, completion_tokens = ?, sampled_tokens = ?, "
@@ -207,6 +207,7 @@ class Calls(Rollouts):
             "prompt_tokens",
             "completion_tokens",
             "retry_count",
+            "idempotency_key",
             "body_hash",
             "late",
             "undelivered",
@@ -223,10 +224,11 @@ class Calls(Rollouts):
             bodies = {hash: unpack_tools(body) for hash, body in rows}
         calls = []
         read: dict[int | None, Readable] = {}
+        known: dict[bytes, dict[str, Any]] = {}
         for row, content, whole in found:
             fields = dict(zip(names, row, strict=True))
             excluded = fields.pop("excluded")
-            said = read[content.n] = readable(content, whole, read.get(content.base))
+            said = read[content.n] = readable(content, whole, read.get(content.base), known)
             split = len(said.messages) - content.has_response
             fields["late"] = bool(fields["late"])
             # A mark that came after settling changes nothing: samples must agree with the balance.
@@ -298,4 +300,5 @@ def _narrow(record: RawCall, frame_id: int, place: int, mode: str, state: str) -
         int(record.status == HUNG_UP),
         int(record.status >= 400 or record.error is not None),
         record.error,
+        record.idempotency_key,
     )

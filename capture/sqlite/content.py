@@ -61,7 +61,7 @@ class Whole(msgspec.Struct, frozen=True):
 
 
 class Readable(msgspec.Struct, frozen=True):
-    """A whole content as objects; those of the shared part are the base's own."""
+    """A whole content as objects; equal messages of a rollout are one object."""
 
     tokens: list[int]
     messages: list[dict[str, Any]]
@@ -118,11 +118,18 @@ def unpack_content(content: Content, base: Whole | None) -> Whole:
     )
 
 
-def readable(content: Content, whole: Whole, base: Readable | None) -> Readable:
-    """The objects that ``whole`` is made of; ``base`` is what the content's base gave."""
+def readable(
+    content: Content, whole: Whole, base: Readable | None, known: dict[bytes, dict[str, Any]]
+) -> Readable:
+    """The objects that ``whole`` is made of; ``base`` is what the content's base gave, ``known`` has the
+    messages of the rollout that were read so far.
+    """
     before = base or Readable([], [])
     tokens, messages = content.shared_tokens, content.shared_messages
-    said = [msgspec.json.decode(message) for message in whole.messages[messages:]]
+    for message in whole.messages[messages:]:
+        if message not in known:
+            known[message] = msgspec.json.decode(message)
+    said = [known[message] for message in whole.messages[messages:]]
     return Readable(
         before.tokens[:tokens] + unpacked(whole.tokens[4 * tokens :]), before.messages[:messages] + said
     )
