@@ -1,4 +1,4 @@
-"""Why a call continues no earlier one: judged by what its messages say, in normal form.
+"""Why a call begins a branch: judged by what its messages say, in normal form.
 
 Only an explanation: whether a call continues another is decided by token ids alone (`capture.graph`).
 """
@@ -10,6 +10,7 @@ import msgspec
 
 from capture.normalise import is_reasoned, message_key
 from capture.reasons import (
+    BRANCHED,
     CHANGED_TOOLS,
     COMPACTED,
     HANDOFF,
@@ -44,13 +45,15 @@ class _Message(msgspec.Struct, frozen=True):
 
 
 class _Said(msgspec.Struct, frozen=True):
-    """What a call's messages say; each message is the number of its normal form."""
+    """What a call's messages say. Two calls say the same up to a place iff their paths are equal there."""
 
     call: ModelCall
-    system: list[int]  # the system messages at the head of the request
-    asked: list[int]  # the request's messages after those
-    whole: list[int]  # and the response
-    turns: frozenset[int]  # what assistants and tools said of `whole`: users repeat themselves
+    system: int  # the system messages at the head of the request, as the end of a path
+    path: list[int]  # numbers of the prefixes of the messages after those, the response included
+    asked: int  # how many of them are the request's
+    roles: list[str | None]  # of those
+    numbers: list[int]  # the messages themselves
+    turns: frozenset[int]  # those of assistants and tools in the request: users repeat themselves
     reasoned: bool
 
 
@@ -63,19 +66,24 @@ class Forks:
     def __init__(self) -> None:
         self._numbers: dict[tuple[Any, ...], int] = {}
         self._messages: dict[int, _Message] = {}  # by identity: calls from a store share their messages
+        self._prefixes: dict[tuple[int, int], int] = {}
         self._said: dict[str, _Said] = {}
 
-    def judge(self, call: ModelCall, earlier: Sequence[ModelCall]) -> Fork:
-        """Why ``call`` continues none of the ``earlier`` ones, given in their order."""
+    def judge(self, call: ModelCall, earlier: Sequence[ModelCall], parent: ModelCall | None) -> Fork:
+        """Why ``call`` goes on from none of the ``earlier`` ones, given in their order, or only from its
+        ``parent``, which was continued before."""
         if not call.prompt_ids:
             return Fork(NO_TOKENS, None)
         mine = self._of(call)
         others = [self._of(one) for one in reversed(earlier) if one.prompt_ids or one.response]
-        for rule in (_continued, _repeated, _related):
-            found = rule(mine, others)
-            if found is not None:
-                return found
-        return Fork(SUB_AGENT if others else ROOT, None)
+        near = _nearest(mine, others)
+        if near is None:
+            return Fork(SUB_AGENT if others else ROOT, None)
+        reason = _reason(mine, near)
+        if parent is not None:  # what it goes on from is as it was
+            is_before = len(near.path) <= len(self._of(parent).path)
+            reason = BRANCHED if is_before or reason in (COMPACTED, REWRITTEN_HISTORY) else reason
+        return Fork(reason, near.call)
 
     def _of(self, call: ModelCall) -> _Said:
         said = self._said.get(call.id)
@@ -84,18 +92,21 @@ class Forks:
         return said
 
     def _read(self, call: ModelCall) -> _Said:
-        roles = [message.get("role") for message in call.messages]
-        head = next((place for place, role in enumerate(roles) if role not in SYSTEM_ROLES), len(roles))
-        said = [self._message(message) for message in call.messages]
-        if call.response is not None:
-            said.append(self._message(call.response))
+        request = [self._message(message) for message in call.messages]
+        response = [] if call.response is None else [self._message(call.response)]
+        head = 0
+        while head < len(request) and call.messages[head].get("role") in SYSTEM_ROLES:
+            head += 1
+        said = [*request[head:], *response]
         return _Said(
             call=call,
-            system=[one.number for one in said[:head]],
-            asked=[one.number for one in said[head : len(roles)]],
-            whole=[one.number for one in said[head:]],
-            turns=frozenset(one.number for one in said if one.is_turn),
-            reasoned=any(one.is_reasoned for one in said),
+            system=self._path(request[:head])[-1] if head else 0,
+            path=self._path(said),
+            asked=len(request) - head,
+            roles=[message.get("role") for message in call.messages[head:]],
+            numbers=[one.number for one in said],
+            turns=frozenset(one.number for one in request if one.is_turn),
+            reasoned=any(one.is_reasoned for one in (*request, *response)),
         )
 
     def _message(self, message: dict[str, Any]) -> _Message:
@@ -107,63 +118,78 @@ class Forks:
             self._messages[id(message)] = found
         return found
 
+    def _path(self, messages: Sequence[_Message]) -> list[int]:
+        at, path = 0, []
+        for message in messages:
+            at = self._prefixes.setdefault((at, message.number), len(self._prefixes) + 1)
+            path.append(at)
+        return path
 
-def _continued(mine: _Said, others: Sequence[_Said]) -> Fork | None:
-    """The same messages go on, the tokens do not: of such calls the longest, then the latest."""
-    found = [
+
+def _nearest(mine: _Said, others: Sequence[_Said]) -> _Said | None:
+    """The call that says most of the same from the first message on, under the same system prompt and with
+    the same tools if there is one; of such calls that with most of the same further on; the latest."""
+    related = [
         one
         for one in others
-        if one.system == mine.system
-        and len(one.asked) < len(mine.asked)
-        and one.call.response is not None
-        and mine.asked[: len(one.whole)] == one.whole
+        if (mine.asked and one.path and mine.path[0] == one.path[0]) or not mine.turns.isdisjoint(one.numbers)
     ]
-    if not found:
+    if not related:
         return None
-    near = max(found, key=lambda one: (bool(one.call.sampled_ids), len(one.whole)))
-    if not near.call.prompt_ids or not near.call.sampled_ids:
-        return Fork(NO_TOKENS, near.call)
-    if near.call.tools != mine.call.tools:
-        return Fork(CHANGED_TOOLS, near.call)
-    return Fork(STRIPPED_REASONING if near.reasoned else RETOKENISED, near.call)
-
-
-def _repeated(mine: _Said, others: Sequence[_Said]) -> Fork | None:
-    """Asked before, as a retry, a parallel attempt or a step back does."""
-    for one in others:
-        same = one.system == mine.system and one.call.tools == mine.call.tools
-        if same and mine.asked == one.whole[: len(mine.asked)]:
-            return Fork(REPEATED, one.call)
-    return None
-
-
-def _related(mine: _Said, others: Sequence[_Said]) -> Fork | None:
-    """Another telling of an earlier conversation: of the one with most in common, the latest."""
-    found = [
-        one
-        for one in others
-        if (mine.asked[:1] and mine.asked[:1] == one.whole[:1]) or not one.turns.isdisjoint(mine.asked)
+    likeness = [
+        (one.system == mine.system, _common(mine, one), one.call.tools == mine.call.tools) for one in related
     ]
-    if not found:
-        return None
-    near = max(found, key=lambda one: (one.system == mine.system, _common(mine.asked, one.whole)))
+    most = max(likeness)
+    found = [one for one, like in zip(related, likeness, strict=True) if like == most]
+    numbers = frozenset(mine.numbers[: mine.asked])
+    return max(
+        found,
+        key=lambda one: (
+            len(numbers.intersection(one.numbers)),
+            _is_answered_otherwise(mine, one),
+            bool(one.call.sampled_ids),
+        ),
+    )
+
+
+def _is_answered_otherwise(mine: _Said, one: _Said) -> bool:
+    """Whether it tells the same conversation with another response."""
+    common = _common(mine, one)
+    return (
+        one.call.response is not None
+        and common == one.asked < mine.asked
+        and mine.roles[common] == "assistant"
+    )
+
+
+def _reason(mine: _Said, near: _Said) -> str:
+    """Why a call does not go on from the one that it is nearest to."""
     tools_changed = near.call.tools != mine.call.tools
     if near.system != mine.system:
-        return Fork(HANDOFF if tools_changed else NEW_SYSTEM_PROMPT, near.call)
+        return HANDOFF if tools_changed else NEW_SYSTEM_PROMPT
+    common = _common(mine, near)
+    answered = near.call.response is not None
+    if answered and common == len(near.path):  # the same messages go on, their tokens do not
+        if not near.call.prompt_ids or not near.call.sampled_ids:
+            return NO_TOKENS
+        if not tools_changed:
+            return STRIPPED_REASONING if near.reasoned else RETOKENISED
     if tools_changed:
-        return Fork(CHANGED_TOOLS, near.call)
-    return Fork(_rewriting(mine, near), near.call)
-
-
-def _rewriting(mine: _Said, near: _Said) -> str:
-    asked = len(near.asked)
-    if near.call.response is not None and mine.asked[:asked] == near.asked and len(mine.asked) > asked:
+        return CHANGED_TOOLS
+    if common == mine.asked:
+        return REPEATED
+    if _is_answered_otherwise(mine, near):
         return REWRITTEN_RESPONSE
-    return COMPACTED if len(mine.asked) < len(near.whole) else REWRITTEN_HISTORY
+    return COMPACTED if mine.asked < len(near.path) else REWRITTEN_HISTORY
 
 
-def _common(left: list[int], right: list[int]) -> int:
-    for place, (one, other) in enumerate(zip(left, right, strict=False)):
-        if one != other:
-            return place
-    return min(len(left), len(right))
+def _common(mine: _Said, other: _Said) -> int:
+    """How many messages the request has in common with the other's request and response, from the first."""
+    low, high = 0, min(mine.asked, len(other.path))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if mine.path[middle - 1] == other.path[middle - 1]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

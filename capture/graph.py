@@ -1,9 +1,9 @@
 """The call graph: which call continues which, who owns a sampled token, what may be trained.
 
 Pure, and a function of the *set* of calls: in which order they arrived changes nothing. B continues
-A when B's prompt begins with exactly A's prompt + sampled tokens (of several such A the longest);
-otherwise B begins a branch of its own, for a reason that is recorded. Late calls are kept but change
-nothing: what was settled without them stays true.
+A when B's prompt begins with exactly A's prompt + sampled tokens (of several such A the longest). A call
+that continues none, or one that was continued before, begins a branch, for a reason that is recorded.
+Late calls are kept but change nothing: what was settled without them stays true.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -21,11 +21,11 @@ _FAILED = (ERROR, PARTIAL, UNPARSABLE)  # what makes a client ask again
 
 
 class Node(msgspec.Struct, frozen=True):
-    """A call and its place; exactly one of ``parent`` and ``fork`` is set."""
+    """A call and its place."""
 
     call: ModelCall
     parent: str | None  # id of the call that it continues
-    fork: str | None  # a reason from FORKS
+    fork: str | None  # why it begins a branch, from FORKS; None: it is the first to continue its parent
     near: str | None = None  # id of the earlier call that the fork was judged against
     shared: int = 0  # leading prompt tokens that are those of `near`
 
@@ -57,11 +57,11 @@ def build(calls: Sequence[ModelCall]) -> CallGraph:
     nodes: dict[str, Node] = {}
     for index, call in enumerate(ordered):
         parent = parents.get(call.id)
-        if parent is not None:
-            nodes[call.id] = Node(call, parent, None)
+        earlier = [one for one in ordered[:index] if call.late or not one.late]
+        if parent is not None and all(parents.get(one.id) is not parent for one in earlier):
+            nodes[call.id] = Node(call, parent.id, None)
         else:
-            earlier = [one for one in ordered[:index] if call.late or not one.late]
-            nodes[call.id] = _forked(forks.judge(call, earlier), call, tokens)
+            nodes[call.id] = _forked(call, parent, forks.judge(call, earlier, parent), tokens)
     return CallGraph(nodes)
 
 
@@ -113,8 +113,8 @@ class _Tokens:
         self.whole = self.prompt + packed(call.sampled_ids)
 
 
-def _parents(calls: Sequence[ModelCall], tokens: Mapping[str, _Tokens]) -> dict[str, str]:
-    """For each call that continues another, the id of the longest one that its prompt extends.
+def _parents(calls: Sequence[ModelCall], tokens: Mapping[str, _Tokens]) -> dict[str, ModelCall]:
+    """For each call that continues another, by its id, the longest one that its prompt extends.
 
     In the order of their bytes everything that begins with a call comes right after it. So one walk over
     the sorted prompts and calls, with the calls that the present one begins with on a stack, finds every
@@ -122,7 +122,7 @@ def _parents(calls: Sequence[ModelCall], tokens: Mapping[str, _Tokens]) -> dict[
     """
     entries = [(tokens[call.id].whole, 0, call) for call in calls if call.prompt_ids and call.sampled_ids]
     entries += [(tokens[call.id].prompt, 1, call) for call in calls if call.prompt_ids]
-    found: dict[str, str] = {}
+    found: dict[str, ModelCall] = {}
     stack: list[tuple[bytes, list[ModelCall]]] = []  # of equal calls
     for whole, is_prompt, call in sorted(entries, key=lambda entry: entry[:2]):
         while stack and not whole.startswith(stack[-1][0]):
@@ -130,7 +130,7 @@ def _parents(calls: Sequence[ModelCall], tokens: Mapping[str, _Tokens]) -> dict[
         if is_prompt:
             parent = _chosen(call, stack)
             if parent is not None:
-                found[call.id] = parent.id
+                found[call.id] = parent
         elif stack and stack[-1][0] == whole:
             stack[-1][1].append(call)
         else:
@@ -154,11 +154,12 @@ def _is_given(call: ModelCall) -> bool:
     return call.untrainable is None and not call.undelivered
 
 
-def _forked(fork: Fork, call: ModelCall, tokens: Mapping[str, _Tokens]) -> Node:
+def _forked(call: ModelCall, parent: ModelCall | None, fork: Fork, tokens: Mapping[str, _Tokens]) -> Node:
+    parent_id = None if parent is None else parent.id
     if fork.near is None:
-        return Node(call, None, fork.reason)
+        return Node(call, parent_id, fork.reason)
     shared = shared_tokens(tokens[call.id].prompt, tokens[fork.near.id].whole)
-    return Node(call, None, fork.reason, fork.near.id, shared)
+    return Node(call, parent_id, fork.reason, fork.near.id, shared)
 
 
 def _extended(graph: CallGraph) -> set[str]:

@@ -62,6 +62,7 @@ DROPPED: Final[dict[str, str]] = {
 ROOT: Final = "root"
 SUB_AGENT: Final = "sub_agent"
 REPEATED: Final = "repeated"
+BRANCHED: Final = "branched"
 NO_TOKENS: Final = "no_tokens"
 RETOKENISED: Final = "retokenised"
 STRIPPED_REASONING: Final = "stripped_reasoning"
@@ -76,6 +77,7 @@ FORKS: Final[dict[str, str]] = {
     ROOT: "It is the first call of the rollout whose tokens are known.",
     SUB_AGENT: "It shares no message with an earlier call: a sub-agent, a new task, or all of it summarised.",
     REPEATED: "It asks what was asked before: a retry, a parallel attempt or a step back.",
+    BRANCHED: "It goes on from an earlier response in another way than the calls since did.",
     NO_TOKENS: "The tokens of its prompt, or of the response that it goes on with, are not known.",
     RETOKENISED: "It goes on with the same messages, but their tokens are not the sampled ones.",
     STRIPPED_REASONING: "It goes on with the same messages, without the reasoning that was sampled.",
@@ -86,4 +88,4 @@ FORKS: Final[dict[str, str]] = {
     COMPACTED: "Earlier messages were left out or summarised: the conversation became shorter.",
     REWRITTEN_HISTORY: "Earlier messages were changed or left out.",
 }
-"""Why a call continues no earlier one, and so begins a branch -> sentence."""
+"""Why a call begins a branch: it continues no earlier one, or one that was continued before -> sentence."""
