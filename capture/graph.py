@@ -174,7 +174,7 @@ def _extended(graph: CallGraph) -> set[str]:
 
 
 def _superseded(calls: Sequence[ModelCall], extended: Collection[str]) -> set[str]:
-    """Calls that the client's SDK repeated; never those that were extended.
+    """Calls that the client's SDK repeated; what was extended had arrived all the same, and stays.
 
     The same body under the same idempotency key is one request, however often it is made: the last of
     them counts. Without a key the client's count says it: its n-th repetition follows its n-1 earlier ones.
@@ -186,7 +186,7 @@ def _superseded(calls: Sequence[ModelCall], extended: Collection[str]) -> set[st
     for (_, key), attempts in requests.items():
         repeated = _counted(attempts, extended) if key is None else sorted(attempts, key=_attempt)[:-1]
         found.update(call.id for call in repeated)
-    return found.difference(extended)
+    return found
 
 
 def _attempt(call: ModelCall) -> tuple[int, float, str]:
