@@ -26,6 +26,7 @@ class Call:
         "handed",
         "head",
         "id",
+        "idempotency_key",
         "key",
         "retry_count",
         "started_at",
@@ -45,6 +46,7 @@ class Call:
         attribution: Attribution,
         target: Target,
         retry_count: int,
+        idempotency_key: str | None,
     ) -> None:
         self.id = new_id("c")
         self.started_at = time.time()
@@ -56,6 +58,7 @@ class Call:
         self.attribution = attribution
         self.target = target
         self.retry_count = retry_count
+        self.idempotency_key = idempotency_key
         self.alias: str | None = None  # what to put into `model` of the answer; None: leave it whole
         self.changed: dict[str, Any] = {}
         self.upstream = target.name  # becomes the engine's incarnation
@@ -107,6 +110,7 @@ class Call:
             response=response,
             changed=self.changed,
             retry_count=self.retry_count,
+            idempotency_key=self.idempotency_key,
             body_hash=hashlib.blake2b(self.body, digest_size=16).digest(),
             error=error,
         )
