@@ -1,28 +1,42 @@
-"""Which earlier call a new one is stored as a difference to: the one that shares the longest prefix."""
+"""Which earlier call a new one is stored as a difference to: the one that has most in common with it.
 
-from array import array
+A content that a later one begins with is not tried any more: whoever shares a prefix with it shares it
+with the later one too. So what is kept of a rollout is the end of each of its conversations.
+"""
+
 from collections import OrderedDict, deque
 from collections.abc import Callable
 
 import msgspec
 
-from capture.store import ParentContent
+from capture.store import ContentBase, ParentContent
+from capture.tokens import packed, shared_tokens
 from capture.types import ModelCall
 
-_PARENTS_MAX = 32  # newest contents of one rollout that are tried
-Base = tuple[str, int, int]  # call id, shared tokens, shared messages
+_ENDS_MAX = 32  # conversations of one rollout, those last gone on with
+_ENDS_BYTES_MAX = 2 * 1024 * 1024  # of their contents; the last two are kept whatever their size
 
 
-class _Known:
-    """One earlier content, as bytes: prefixes compare at memory speed, and JSON 1 is not true."""
+class _End:
+    """One earlier content; as bytes, which compare at memory speed, and in which 1 is not true."""
 
-    __slots__ = ("call_id", "messages", "size", "tokens")
+    __slots__ = ("content", "said", "size")
 
-    def __init__(self, call_id: str, token_ids: list[int], messages: list[bytes]) -> None:
-        self.call_id = call_id
-        self.tokens = array("i", token_ids).tobytes()
-        self.messages = messages
-        self.size = len(self.tokens) + sum(map(len, messages))
+    def __init__(self, content: ParentContent) -> None:
+        self.content = content
+        self.said = frozenset(content.messages)
+        self.size = len(content.tokens) + sum(map(len, content.messages))
+
+    def covers(self, other: "_End") -> bool:
+        """Whether this one begins with the other: its tokens, or its messages where it has no tokens."""
+        if other.content.tokens:
+            return self.content.tokens.startswith(other.content.tokens)
+        return self.content.messages[: len(other.content.messages)] == other.content.messages
+
+    def common(self, other: "_End") -> int:
+        """Bytes of the tokens that both begin with, and of the messages that are in both."""
+        tokens = 4 * shared_tokens(self.content.tokens, other.content.tokens)
+        return tokens + sum(map(len, self.said & other.said))
 
 
 class Bases:
@@ -32,71 +46,61 @@ class Bases:
         self._read = read
         self._bytes_max = bytes_max
         self._bytes = 0
-        self._rollouts: OrderedDict[str, deque[_Known]] = OrderedDict()
+        self._rollouts: OrderedDict[str, deque[_End]] = OrderedDict()
 
-    def find(self, call: ModelCall) -> Base | None:
+    def find(self, call: ModelCall) -> ContentBase | None:
         """The best base among the calls of its rollout that were stored or asked about before.
 
-        The call is remembered, as it is about to be stored. Should that fail, nothing is lost: the
-        store keeps a call whole if it does not know its base.
+        The call is remembered, as it is about to be stored. Should that fail, `forget`: nothing is lost
+        without, as the store keeps a call whole if it does not know its base, but much is stored twice.
         """
-        known = self._known(call.rollout_id)
+        ends = self._ends(call.rollout_id)
         messages = call.messages if call.response is None else [*call.messages, call.response]
         encoded = [msgspec.json.encode(message) for message in messages]
-        new = _Known(call.id, call.prompt_ids + call.sampled_ids, encoded)
-        best = _best(new, [one for one in known if one.call_id != call.id])
-        self._remember(known, new)
-        return best
+        new = _End(ParentContent(call.id, packed(call.prompt_ids + call.sampled_ids), encoded))
+        # Of equal ones the newest; one that has nothing in common does no harm.
+        able = [one for one in reversed(ends) if one.content.call_id != call.id]
+        best = max(able, key=new.common, default=None)
+        self._remember(ends, new)
+        self._evict()
+        return None if best is None else _base(new.content, best.content)
 
-    def _known(self, rollout_id: str) -> deque[_Known]:
-        known = self._rollouts.get(rollout_id)
-        if known is None:
-            known = self._rollouts[rollout_id] = deque()
-            for parent in self._read(rollout_id)[-_PARENTS_MAX:]:
-                encoded = [msgspec.json.encode(message) for message in parent.messages]
-                self._remember(known, _Known(parent.call_id, parent.token_ids, encoded))
+    def forget(self) -> None:
+        """Everything, when what was to be stored may not have been."""
+        self._rollouts.clear()
+        self._bytes = 0
+
+    def _ends(self, rollout_id: str) -> deque[_End]:
+        ends = self._rollouts.get(rollout_id)
+        if ends is None:
+            ends = self._rollouts[rollout_id] = deque()
+            for parent in self._read(rollout_id):
+                self._remember(ends, _End(parent))
         self._rollouts.move_to_end(rollout_id)
-        return known
+        return ends
 
-    def _remember(self, known: deque[_Known], new: _Known) -> None:
-        known.append(new)
+    def _remember(self, ends: deque[_End], new: _End) -> None:
+        for old in [one for one in ends if new.covers(one)]:
+            ends.remove(old)
+            self._bytes -= old.size
+        ends.append(new)
         self._bytes += new.size
-        if len(known) > _PARENTS_MAX:
-            self._bytes -= known.popleft().size
+        kept = sum(one.size for one in ends)
+        while len(ends) > _ENDS_MAX or (len(ends) > 2 and kept > _ENDS_BYTES_MAX):
+            oldest = ends.popleft()
+            self._bytes -= oldest.size
+            kept -= oldest.size
+
+    def _evict(self) -> None:
         while self._bytes > self._bytes_max and len(self._rollouts) > 1:
             _, oldest = self._rollouts.popitem(last=False)
             self._bytes -= sum(one.size for one in oldest)
 
 
-def _best(new: _Known, known: list[_Known]) -> Base | None:
-    """The newest of those that share most, first in tokens, then in messages."""
-    best: Base | None = None
-    most = (0, 0)
-    for one in reversed(known):
-        tokens = _shared_tokens(new.tokens, one.tokens, most[0])
-        if tokens < most[0]:
-            continue
-        messages = _shared_messages(new.messages, one.messages)
-        if (tokens, messages) > most:
-            most = (tokens, messages)
-            best = (one.call_id, tokens, messages)
-    return best
-
-
-def _shared_tokens(new: bytes, old: bytes, least: int) -> int:
-    """Length of the shared prefix in tokens; -1 where it is below ``least``."""
-    if new.startswith(old):
-        return len(old) // 4
-    if new[: 4 * least] != old[: 4 * least]:
-        return -1
-    low, high = least, min(len(new), len(old)) // 4
-    while low < high:  # the prefix up to low is shared, the one up to high + 1 is not
-        middle = (low + high + 1) // 2
-        if new[4 * low : 4 * middle] == old[4 * low : 4 * middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+def _base(new: ParentContent, old: ParentContent) -> ContentBase:
+    return ContentBase(
+        old, shared_tokens(new.tokens, old.tokens), _shared_messages(new.messages, old.messages)
+    )
 
 
 def _shared_messages(new: list[bytes], old: list[bytes]) -> int:

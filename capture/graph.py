@@ -1,47 +1,33 @@
 """The call graph: which call continues which, who owns a sampled token, what may be trained.
 
 Pure, and a function of the *set* of calls: in which order they arrived changes nothing. B continues
-A when B's prompt is exactly A's prompt + sampled tokens and more (of several such A the longest);
-otherwise B begins a branch of its own, for a reason that is recorded. Late calls are kept but change
-nothing: what was settled without them stays true.
+A when B's prompt begins with exactly A's prompt + sampled tokens (of several such A the longest). A call
+that continues none, or one that was continued before, begins a branch, for a reason that is recorded.
+Late calls are kept but change nothing: what was settled without them stays true.
 """
 
-from array import array
-from collections.abc import Sequence
-from typing import Any, Final
+from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
 
-from capture.normalise import conversation_key
-from capture.reasons import SUPERSEDED, UNDELIVERED
+from capture.forks import Fork, Forks
+from capture.reasons import ERROR, FORKS, LATE, PARTIAL, SUPERSEDED, UNDELIVERED, UNPARSABLE
+from capture.tokens import packed, shared_tokens
 from capture.types import CallFate, ModelCall, Sample, Span
 
-ROOT: Final = "root"
-NO_TOKENS: Final = "no_tokens"
-RETOKENISED: Final = "retokenised"
-STRIPPED_REASONING: Final = "stripped_reasoning"
-CHANGED_TOOLS: Final = "changed_tools"
-NEW_SYSTEM_PROMPT: Final = "new_system_prompt"
-REWRITTEN_HISTORY: Final = "rewritten_history"
+__all__ = ["FORKS", "CallGraph", "Node", "build", "fates", "samples"]
 
-FORKS: Final[dict[str, str]] = {
-    ROOT: "It begins a conversation of its own.",
-    NO_TOKENS: "Its prompt tokens are not known.",
-    RETOKENISED: "It goes on with the same messages, but their tokens are not the sampled ones.",
-    STRIPPED_REASONING: "It goes on with the same messages, without the reasoning that was sampled.",
-    CHANGED_TOOLS: "The tools in the prompt changed.",
-    NEW_SYSTEM_PROMPT: "The system prompt changed.",
-    REWRITTEN_HISTORY: "Earlier messages were changed, shortened or left out.",
-}
-"""Why a call continues no earlier one -> sentence."""
+_FAILED = (ERROR, PARTIAL, UNPARSABLE)  # what makes a client ask again
 
 
 class Node(msgspec.Struct, frozen=True):
-    """A call and its place; exactly one of ``parent`` and ``fork`` is set."""
+    """A call and its place."""
 
     call: ModelCall
     parent: str | None  # id of the call that it continues
-    fork: str | None  # a reason from FORKS
+    fork: str | None  # why it begins a branch, from FORKS; None: it is the first to continue its parent
+    near: str | None = None  # id of the earlier call that the fork was judged against
+    shared: int = 0  # leading prompt tokens that are those of `near`
 
 
 class CallGraph(msgspec.Struct, frozen=True):
@@ -65,30 +51,26 @@ class CallGraph(msgspec.Struct, frozen=True):
 def build(calls: Sequence[ModelCall]) -> CallGraph:
     """The graph of one rollout's calls. Ids are unique."""
     ordered = sorted(calls, key=_order)
-    candidates = _candidates(ordered)
-    told: list[_Told] = []  # of the calls so far; put in normal form only once a fork asks for it
+    tokens = {call.id: _Tokens(call) for call in ordered}
+    parents = _parents(ordered, tokens)
+    forks = Forks()
     nodes: dict[str, Node] = {}
     for index, call in enumerate(ordered):
-        parent = _parent(call, candidates)
-        if parent is not None:
+        parent = parents.get(call.id)
+        earlier = [one for one in ordered[:index] if call.late or not one.late]
+        if parent is not None and all(parents.get(one.id) is not parent for one in earlier):
             nodes[call.id] = Node(call, parent.id, None)
-            continue
-        told += [_Told.of(one) for one in ordered[len(told) : index]]
-        nodes[call.id] = Node(call, None, _fork(call, told))
+        else:
+            nodes[call.id] = _forked(call, parent, forks.judge(call, earlier, parent), tokens)
     return CallGraph(nodes)
 
 
 def fates(graph: CallGraph) -> list[CallFate]:
     """For each call, in order, why its tokens are not trained; None where they are."""
-    extended = {node.parent for node in graph.nodes.values() if not node.call.late}
-    retries: dict[bytes, list[ModelCall]] = {}
-    for node in graph.nodes.values():
-        if not node.call.late:
-            retries.setdefault(node.call.body_hash, []).append(node.call)
-    return [
-        CallFate(call_id, _excluded(node.call, call_id in extended, retries))
-        for call_id, node in graph.nodes.items()
-    ]
+    extended = _extended(graph)
+    calls = [node.call for node in graph.nodes.values()]
+    superseded = _superseded([call for call in calls if not call.late], extended)
+    return [CallFate(call.id, _excluded(call, extended, superseded)) for call in calls]
 
 
 def samples(graph: CallGraph) -> list[Sample]:
@@ -101,7 +83,10 @@ def samples(graph: CallGraph) -> list[Sample]:
     trainable = {fate.call_id for fate in fates(graph) if fate.excluded is None}
     above: set[str] = set()  # calls with a trainable call further down
     for call_id in trainable:
-        above.update(call.id for call in graph.path(call_id)[:-1])
+        parent = graph.nodes[call_id].parent
+        while parent is not None and parent not in above:
+            above.add(parent)
+            parent = graph.nodes[parent].parent
     owned: set[str] = set()
     found = []
     for call_id in graph.nodes:
@@ -118,99 +103,134 @@ def _order(call: ModelCall) -> tuple[float, str]:
     return call.started_at, call.id
 
 
-class _Candidate(msgspec.Struct, frozen=True):
-    """A call that can be continued; its prompt + sampled tokens as bytes, which compare fast."""
+class _Tokens:
+    """A call's tokens as bytes, which compare fast."""
 
-    tokens: bytes
-    call: ModelCall
+    __slots__ = ("prompt", "whole")
 
-
-def _candidates(calls: Sequence[ModelCall]) -> list[_Candidate]:
-    """The longest first. Sampled tokens are never empty, so a parent is shorter than its child: no cycles."""
-    found = [
-        _Candidate(_packed(call.prompt_ids + call.sampled_ids), call)
-        for call in calls
-        if call.prompt_ids and call.sampled_ids and not call.late
-    ]
-    return sorted(found, key=lambda one: len(one.tokens), reverse=True)
+    def __init__(self, call: ModelCall) -> None:
+        self.prompt = packed(call.prompt_ids)
+        self.whole = self.prompt + packed(call.sampled_ids)
 
 
-def _parent(call: ModelCall, candidates: Sequence[_Candidate]) -> ModelCall | None:
-    """The longest call that this one's prompt extends; of equal ones the last that began before it."""
-    prompt = _packed(call.prompt_ids)
-    equal: list[_Candidate] = []
-    for one in candidates:
-        if equal and len(one.tokens) < len(equal[0].tokens):
-            break
-        if prompt.startswith(one.tokens):
-            equal.append(one)
-    found = [one.call for one in equal]
-    return max(found, key=lambda one: (_order(one) < _order(call), _order(one)), default=None)
+def _parents(calls: Sequence[ModelCall], tokens: Mapping[str, _Tokens]) -> dict[str, ModelCall]:
+    """For each call that continues another, by its id, the longest one that its prompt extends.
+
+    In the order of their bytes everything that begins with a call comes right after it. So one walk over
+    the sorted prompts and calls, with the calls that the present one begins with on a stack, finds every
+    parent in n log n comparisons. Sampled tokens are never empty: a parent is shorter than its child.
+    """
+    entries = [(tokens[call.id].whole, 0, call) for call in calls if call.prompt_ids and call.sampled_ids]
+    entries += [(tokens[call.id].prompt, 1, call) for call in calls if call.prompt_ids]
+    found: dict[str, ModelCall] = {}
+    stack: list[tuple[bytes, list[ModelCall]]] = []  # of equal calls
+    for whole, is_prompt, call in sorted(entries, key=lambda entry: entry[:2]):
+        while stack and not whole.startswith(stack[-1][0]):
+            stack.pop()
+        if is_prompt:
+            parent = _chosen(call, stack)
+            if parent is not None:
+                found[call.id] = parent
+        elif stack and stack[-1][0] == whole:
+            stack[-1][1].append(call)
+        else:
+            stack.append((whole, [call]))
+    return found
 
 
-def _packed(token_ids: list[int]) -> bytes:
-    return array("i", token_ids).tobytes()
+def _chosen(call: ModelCall, stack: Sequence[tuple[bytes, list[ModelCall]]]) -> ModelCall | None:
+    """The longest of the calls that this one may continue; nothing that was on time continues a late one.
+
+    Of equal ones those that began before it, then those that it may have been given, then the last.
+    """
+    for _, equal in reversed(stack):
+        able = [one for one in equal if call.late or not one.late]
+        if able:
+            return max(able, key=lambda one: (_order(one) < _order(call), _is_given(one), _order(one)))
+    return None
 
 
-Keys = list[tuple[Any, ...]]
+def _is_given(call: ModelCall) -> bool:
+    return call.untrainable is None and not call.undelivered
 
 
-class _Told(msgspec.Struct, frozen=True):
-    """What a call's messages say, in normal form."""
-
-    call: ModelCall
-    asked: Keys  # the request's messages
-    whole: Keys  # and the response
-
-    @classmethod
-    def of(cls, call: ModelCall) -> "_Told":
-        asked = conversation_key(call.messages)
-        return cls(call, asked, asked + conversation_key([call.response] if call.response else []))
+def _forked(call: ModelCall, parent: ModelCall | None, fork: Fork, tokens: Mapping[str, _Tokens]) -> Node:
+    parent_id = None if parent is None else parent.id
+    if fork.near is None:
+        return Node(call, parent_id, fork.reason)
+    shared = shared_tokens(tokens[call.id].prompt, tokens[fork.near.id].whole)
+    return Node(call, parent_id, fork.reason, fork.near.id, shared)
 
 
-def _fork(call: ModelCall, earlier: Sequence[_Told]) -> str:
-    """Why the call continues none of the calls before it, judged by its messages."""
-    if not call.prompt_ids:
-        return NO_TOKENS
-    if not earlier:
-        return ROOT
-    mine = _Told.of(call)
-    reasons = {_difference(mine, other) for other in earlier if other.call.prompt_ids}
-    return next((reason for reason in FORKS if reason in reasons and reason != ROOT), ROOT)
+def _extended(graph: CallGraph) -> set[str]:
+    """Calls that a later one goes on with: their responses arrived, whatever the connection looked like."""
+    return {
+        node.parent
+        for node in graph.nodes.values()
+        if node.parent is not None
+        and not node.call.late
+        and _order(graph.nodes[node.parent].call) < _order(node.call)
+    }
 
 
-def _difference(told: _Told, other: _Told) -> str:
-    """Why one call's prompt does not extend another's tokens; `ROOT` if they have nothing to do."""
-    if told.asked[: len(other.whole)] == other.whole:
-        if told.call.tools != other.call.tools:
-            return CHANGED_TOOLS
-        return STRIPPED_REASONING if _reasoned(other.call) else RETOKENISED
-    if told.asked == other.whole[: len(told.asked)]:
-        return ROOT  # the same conversation, not gone on with: a repeated or parallel call
-    mine, theirs = _without_system(told.asked), _without_system(other.asked)
-    if not mine or not theirs or mine[0] != theirs[0]:
-        return ROOT
-    return REWRITTEN_HISTORY if told.asked[0] == other.asked[0] else NEW_SYSTEM_PROMPT
+def _superseded(calls: Sequence[ModelCall], extended: Collection[str]) -> set[str]:
+    """Calls that the client's SDK repeated; what was extended had arrived all the same, and stays.
+
+    The same body under the same idempotency key is one request, however often it is made: the last of
+    them counts. Without a key the client's count says it: its n-th repetition follows its n-1 earlier ones.
+    """
+    requests: dict[tuple[bytes, str | None], list[ModelCall]] = {}
+    for call in calls:
+        requests.setdefault((call.body_hash, call.idempotency_key), []).append(call)
+    found: set[str] = set()
+    for (_, key), attempts in requests.items():
+        repeated = _counted(attempts, extended) if key is None else sorted(attempts, key=_attempt)[:-1]
+        found.update(call.id for call in repeated)
+    return found
 
 
-def _reasoned(call: ModelCall) -> bool:
-    response = call.response or {}
-    return bool(response.get("reasoning") or response.get("reasoning_content"))
+def _attempt(call: ModelCall) -> tuple[int, float, str]:
+    return call.retry_count, *_order(call)
 
 
-def _without_system(keys: Keys) -> Keys:
-    return [key for key in keys if key[0] not in ("system", "developer")]
+def _counted(calls: Sequence[ModelCall], extended: Collection[str]) -> list[ModelCall]:
+    """Of calls with the same body those that came again with a higher count.
+
+    Like requests may be made in parallel, and each be repeated. So of those with one count only as many
+    are superseded as there are with a higher one: those that failed before the others, the undelivered
+    before the delivered.
+    """
+    levels: dict[int, list[ModelCall]] = {}
+    for call in calls:
+        levels.setdefault(call.retry_count, []).append(call)
+    found: list[ModelCall] = []
+    for count, level in levels.items():
+        again = max((len(later) for other, later in levels.items() if other > count), default=0)
+        found += sorted((call for call in level if call.id not in extended), key=_likely_repeated)[:again]
+    return found
 
 
-def _excluded(call: ModelCall, extended: bool, retries: dict[bytes, list[ModelCall]]) -> str | None:
+def _likely_repeated(call: ModelCall) -> tuple[int, float, str]:
+    """Order in which calls are taken for repeated; the same before and after fates are written down."""
+    if call.untrainable in _FAILED:
+        likely = 0
+    elif call.untrainable == SUPERSEDED:
+        likely = 1
+    elif call.untrainable is None:
+        likely = 2 if call.undelivered else 3
+    else:
+        likely = 4
+    return likely, *_order(call)
+
+
+def _excluded(call: ModelCall, extended: Collection[str], superseded: Collection[str]) -> str | None:
     if call.untrainable is not None:
         return call.untrainable
-    if extended:
+    if call.late:
+        return LATE
+    if call.id in extended:
         return None
-    if any(
-        retry.retry_count > call.retry_count and retry.prompt_ids == call.prompt_ids
-        for retry in retries.get(call.body_hash, ())
-    ):
+    if call.id in superseded:
         return SUPERSEDED
     return UNDELIVERED if call.undelivered else None
 

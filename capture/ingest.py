@@ -1,10 +1,11 @@
 """Ingest: committed raw calls become parsed calls with exact tokens, stored as differences."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from capture.bases import Bases
+from capture.errors import StoreError
 from capture.parse import parse
-from capture.store import PendingCall, Store
+from capture.store import ContentBase, PendingCall, Store
 from capture.types import ModelCall
 
 __all__ = ["Ingester", "parse"]
@@ -32,8 +33,15 @@ class Ingester:
         calls = [_parsed(one) for one in pending]
         for chunk in _chunks(calls):
             bases = {call.id: base for call in chunk if (base := self._bases.find(call)) is not None}
-            self._store.save_calls(chunk, bases)
+            self._save(chunk, bases)
         return len(calls)
+
+    def _save(self, calls: Sequence[ModelCall], bases: Mapping[str, ContentBase]) -> None:
+        try:
+            self._store.save_calls(calls, bases)
+        except StoreError:
+            self._bases.forget()  # it counts on these calls, and they may not be there
+            raise
 
 
 def _parsed(pending: PendingCall) -> ModelCall:

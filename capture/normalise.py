@@ -1,7 +1,8 @@
 """When two messages are the same although a client wrote them down again in its own way.
 
-Clients reorder and re-space JSON arguments, drop reasoning, turn null content into an empty string
-or text into a list of parts, and add indexes. None of that makes it another message.
+Clients reorder and re-space JSON arguments, drop reasoning (a field of its own, or ``<think>`` in the
+text), turn null content into an empty string or text into a list of parts, and add indexes. None of that
+makes it another message.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,13 +10,16 @@ from typing import Any
 
 import msgspec
 
+_THINKING_ENDS = "</think>"
+
 
 def message_key(message: Mapping[str, Any]) -> tuple[Any, ...]:
     """Equal for two messages iff they say the same: role, text, tool calls, the call they answer."""
     calls = message.get("tool_calls")
+    text = _text(message.get("content"))
     return (
         message.get("role"),
-        _text(message.get("content")),
+        _without_thinking(text) if message.get("role") == "assistant" else text,
         tuple(_tool_call(call) for call in calls) if isinstance(calls, list) else (),
         message.get("tool_call_id"),
     )
@@ -24,6 +28,23 @@ def message_key(message: Mapping[str, Any]) -> tuple[Any, ...]:
 def conversation_key(messages: Sequence[Mapping[str, Any]]) -> list[tuple[Any, ...]]:
     """The keys of messages in order."""
     return [message_key(message) for message in messages]
+
+
+def is_reasoned(message: Mapping[str, Any]) -> bool:
+    """Whether an assistant's message carries its reasoning, as a field or in its text."""
+    if message.get("role") != "assistant":
+        return False
+    return bool(
+        message.get("reasoning")
+        or message.get("reasoning_content")
+        or _THINKING_ENDS in _text(message.get("content"))
+    )
+
+
+def _without_thinking(text: str) -> str:
+    """What follows the reasoning; templates may put its beginning into the prompt, so the end decides."""
+    _, ended, answer = text.rpartition(_THINKING_ENDS)
+    return answer.lstrip() if ended else text
 
 
 def _text(content: Any) -> str:

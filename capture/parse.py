@@ -86,6 +86,7 @@ def parse(raw: RawCall, *, late: bool = False) -> ModelCall:
         prompt_tokens=completion.prompt_tokens or len(completion.prompt_ids),
         completion_tokens=completion.completion_tokens,
         retry_count=raw.retry_count,
+        idempotency_key=raw.idempotency_key,
         body_hash=raw.body_hash,
         late=late,
         undelivered=raw.status == HUNG_UP,

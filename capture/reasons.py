@@ -1,4 +1,4 @@
-"""Why a call's sampled tokens are not trained: the closed set, each with a sentence for people."""
+"""Why tokens are not trained and why branches break: closed sets, each reason with a sentence for people."""
 
 from typing import Final
 
@@ -58,3 +58,34 @@ DROPPED: Final[dict[str, str]] = {
     "nonfinite": "The batch gave a gradient that is not finite, twice.",
 }
 """Reasons for which rollouts are dropped -> sentence; ending a run and closing a group may give others."""
+
+ROOT: Final = "root"
+SUB_AGENT: Final = "sub_agent"
+REPEATED: Final = "repeated"
+BRANCHED: Final = "branched"
+NO_TOKENS: Final = "no_tokens"
+RETOKENISED: Final = "retokenised"
+STRIPPED_REASONING: Final = "stripped_reasoning"
+CHANGED_TOOLS: Final = "changed_tools"
+NEW_SYSTEM_PROMPT: Final = "new_system_prompt"
+HANDOFF: Final = "handoff"
+REWRITTEN_RESPONSE: Final = "rewritten_response"
+COMPACTED: Final = "compacted"
+REWRITTEN_HISTORY: Final = "rewritten_history"
+
+FORKS: Final[dict[str, str]] = {
+    ROOT: "It is the first call of the rollout whose tokens are known.",
+    SUB_AGENT: "It shares no message with an earlier call: a sub-agent, a new task, or all of it summarised.",
+    REPEATED: "It asks what was asked before: a retry, a parallel attempt or a step back.",
+    BRANCHED: "It goes on from an earlier response in another way than the calls since did.",
+    NO_TOKENS: "The tokens of its prompt, or of the response that it goes on with, are not known.",
+    RETOKENISED: "It goes on with the same messages, but their tokens are not the sampled ones.",
+    STRIPPED_REASONING: "It goes on with the same messages, without the reasoning that was sampled.",
+    CHANGED_TOOLS: "The tools in the prompt changed.",
+    NEW_SYSTEM_PROMPT: "The system prompt changed.",
+    HANDOFF: "The system prompt and the tools changed: another agent took over.",
+    REWRITTEN_RESPONSE: "The agent replayed an earlier response in other words than those that were sampled.",
+    COMPACTED: "Earlier messages were left out or summarised: the conversation became shorter.",
+    REWRITTEN_HISTORY: "Earlier messages were changed or left out.",
+}
+"""Why a call begins a branch: it continues no earlier one, or one that was continued before -> sentence."""

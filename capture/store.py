@@ -38,11 +38,19 @@ class PendingCall(msgspec.Struct, frozen=True):
 
 
 class ParentContent(msgspec.Struct, frozen=True):
-    """What ingest needs of earlier calls of a rollout to store a new one as a difference."""
+    """What ingest needs of an earlier call of a rollout to store a new one as a difference."""
 
     call_id: str
-    token_ids: list[int]  # prompt + sampled
-    messages: list[dict[str, Any]]  # request messages + response
+    tokens: bytes  # prompt + sampled, as `capture.tokens.packed`
+    messages: list[bytes]  # request messages + response, each the JSON that is stored
+
+
+class ContentBase(msgspec.Struct, frozen=True):
+    """The earlier call that a new one is stored as a difference to, and the prefixes that they share."""
+
+    content: ParentContent
+    shared_tokens: int
+    shared_messages: int
 
 
 class Counts(msgspec.Struct, frozen=True, kw_only=True):
@@ -226,10 +234,12 @@ class Store(Protocol):
 
     # -- ingest and scoring (control) --------------------------------------------------------
     def pending_calls(self, limit: int) -> list[PendingCall]: ...
-    def parents(self, rollout_id: str) -> list[ParentContent]: ...
-    def save_calls(self, calls: Sequence[ModelCall], bases: Mapping[str, tuple[str, int, int]]) -> None:
-        """Store parsed calls, each as a difference to its base (call id, shared tokens, shared
-        messages); idempotent by call id. At most 64 calls a transaction."""
+    def parents(self, rollout_id: str) -> list[ParentContent]:
+        """What is stored of the rollout, in the order in which it was stored."""
+
+    def save_calls(self, calls: Sequence[ModelCall], bases: Mapping[str, ContentBase]) -> None:
+        """Store parsed calls, each as a difference to its base (by call id; a base that is not
+        stored before is not used); idempotent by call id. At most 64 calls a transaction."""
 
     def calls(self, rollout_id: str) -> list[ModelCall]:
         """Every ingested call of the rollout, whole again, ordered by start."""

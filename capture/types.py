@@ -87,6 +87,7 @@ class RawCall(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     response: bytes  # the upstream's body, unstripped; for streams all its SSE bytes
     changed: dict[str, Any] = {}  # request keys that were removed or replaced -> what was sent
     retry_count: int = 0  # x-stainless-retry-count
+    idempotency_key: str | None = None  # the client's: the same one again is the same request again
     body_hash: bytes  # BLAKE2b-128 of the request body
     error: str | None = None  # set when our side or the upstream broke the call
 
@@ -124,6 +125,7 @@ class ModelCall(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     prompt_tokens: int = 0
     completion_tokens: int = 0
     retry_count: int = 0
+    idempotency_key: str | None = None
     body_hash: bytes = b""
     late: bool = False  # committed after its rollout was sealed
     undelivered: bool = False  # the agent hung up before the terminal event

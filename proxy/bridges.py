@@ -16,6 +16,7 @@ from msgspec import Raw
 
 from capture.errors import StoreError, UpstreamError
 from capture.settings import Continuity
+from capture.tokens import packed, unpacked
 from proxy import continuity
 from proxy.call import Call
 from proxy.continuity import (
@@ -34,8 +35,6 @@ from proxy.continuity import (
     Unproven,
     bridge,
     learn,
-    packed,
-    unpacked,
     without_thought,
 )
 from proxy.dialects import chat

@@ -32,6 +32,7 @@ class Call:
         "handed",
         "head",
         "id",
+        "idempotency_key",
         "key",
         "onward",
         "retry_count",
@@ -54,6 +55,7 @@ class Call:
         target: Target,
         retry_count: int,
         trail: Trail | None = None,
+        idempotency_key: str | None,
     ) -> None:
         self.id = new_id("c")
         self.started_at = time.time()
@@ -67,6 +69,7 @@ class Call:
         self.retry_count = retry_count
         self.trail = trail  # of a call that named no rollout
         self.answers: Callable[[], list[Message]] = list  # what was answered so far, where there is a trail
+        self.idempotency_key = idempotency_key
         self.alias: str | None = None  # what to put into `model` of the answer; None: leave it whole
         self.changed: dict[str, Any] = {}
         self.conversation: Conversation | None = None  # of a training call whose prompt may be made of ids
@@ -127,6 +130,7 @@ class Call:
             response=response,
             changed=self.changed,
             retry_count=self.retry_count,
+            idempotency_key=self.idempotency_key,
             body_hash=hashlib.blake2b(self.body, digest_size=16).digest(),
             error=error,
         )

@@ -9,7 +9,6 @@ on nothing before it. Whatever cannot be proven stays as the agent sent it, for 
 """
 
 import hashlib
-from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -17,6 +16,7 @@ import msgspec
 from msgspec import Raw
 
 from capture.completion import Completion
+from capture.tokens import packed
 from proxy.dialects.chat import FALSE, NULL, TRUE, Fields
 from proxy.replay import DIGEST_BYTES, Message, form, message_of
 
@@ -185,16 +185,6 @@ def tip_of(call_id: str, completion: Completion, base: Tip | None) -> Tip | None
     if not ids.startswith(before):
         base, before = None, b""
     return Tip(call_id, base, ids[len(before) :], _thought(completion.message))
-
-
-def packed(ids: Ids) -> bytes:
-    """Ids as bytes: prefixes compare at memory speed."""
-    return array("i", ids).tobytes()
-
-
-def unpacked(ids: bytes) -> list[int]:
-    """The other way round."""
-    return array("i", ids).tolist()
 
 
 def _thought(reply: Mapping[str, Any]) -> Raw | None:

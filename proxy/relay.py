@@ -27,6 +27,7 @@ from proxy.sse import Splitter
 from proxy.upstream import ConnectFailed, Reply, TimedOut
 
 HUNG_UP = 499
+_IDEMPOTENCY_KEY_MAX = 255
 _PASSED_ON = ("retry-after", "retry-after-ms", "x-should-retry", "x-request-id")
 
 
@@ -103,6 +104,7 @@ class Relay:
             target=target,
             trail=found.trail,
             retry_count=int(retries) if retries.isdecimal() and len(retries) < 5 else 0,
+            idempotency_key=request.headers.get("Idempotency-Key", "")[:_IDEMPOTENCY_KEY_MAX] or None,
         )
 
     # -- out -------------------------------------------------------------------------------------

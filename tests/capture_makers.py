@@ -3,7 +3,11 @@
 import json
 from typing import Any
 
+import msgspec
+
 from capture.ids import new_id
+from capture.store import ContentBase, ParentContent
+from capture.tokens import packed
 from capture.types import ModelCall, RawCall, Rollout
 
 POLICY = "policy"
@@ -119,3 +123,14 @@ def model_call(rollout_id: str = "r_1", **fields: Any) -> ModelCall:
             **fields,
         }
     )
+
+
+def content_of(call: ModelCall) -> ParentContent:
+    """What ingest knows of a call that is stored."""
+    messages = call.messages if call.response is None else [*call.messages, call.response]
+    tokens = packed(call.prompt_ids + call.sampled_ids)
+    return ParentContent(call.id, tokens, [msgspec.json.encode(message) for message in messages])
+
+
+def base_of(call: ModelCall, shared_tokens: int, shared_messages: int) -> ContentBase:
+    return ContentBase(content_of(call), shared_tokens, shared_messages)

@@ -1,6 +1,10 @@
+import random
+
+import msgspec
 import pytest
 from capture_makers import POLICY, raw_call, request, response, rollout
 
+from capture.errors import StoreBusy
 from capture.frames import pack
 from capture.ingest import Ingester
 from capture.parse import parse
@@ -68,7 +72,7 @@ def test_storage_grows_with_what_is_new_not_with_the_context(store):
     while ingester.step(7):
         pass
     tokens, messages = stored_bytes(store, opened.id)
-    assert tokens == 4 * (1000 + 20 * 3 + 19 * 2)
+    assert tokens == 3 * (1000 + 20 * 3 + 19 * 2)
     assert messages < 5000 + 20 * 100  # the question once, a short pair of messages a turn
 
 
@@ -77,7 +81,7 @@ def test_a_new_ingester_finds_the_base_in_the_store(store):
     for record in a_conversation(opened.id, 10, context=1000):
         commit(store, record)
         assert Ingester(store).step() == 1
-    assert stored_bytes(store, opened.id)[0] == 4 * (1000 + 10 * 3 + 9 * 2)
+    assert stored_bytes(store, opened.id)[0] == 3 * (1000 + 10 * 3 + 9 * 2)
 
 
 def test_a_small_cache_forgets_and_still_stores_differences(store):
@@ -89,7 +93,7 @@ def test_a_small_cache_forgets_and_still_stores_differences(store):
         assert ingester.step() == 3
     for id, records in zip(ids, conversations, strict=True):
         assert store.calls(id) == [parse(record) for record in records]
-        assert stored_bytes(store, id)[0] == 4 * (500 + 5 * 3 + 4 * 2)
+        assert stored_bytes(store, id)[0] == 3 * (500 + 5 * 3 + 4 * 2)
 
 
 def test_garbage_is_ingested_with_its_reason_and_blocks_nobody(store):
@@ -131,3 +135,64 @@ def test_two_ingesters_at_once_do_no_harm(store, tmp_path):
     assert store.counts().calls_not_ingested == 0
     assert len(store.calls(opened.id)) == 4
     other.close()
+
+
+def test_many_conversations_at_once_in_one_rollout_keep_their_bases(store):
+    """Thirty sub-agents take turns: what they went on from is far back among the calls, but not forgotten."""
+    opened = store.open_rollout(rollout())
+    turns = 4
+    agents = []
+    for agent in range(30):
+        records = a_conversation(opened.id, turns, context=200 + agent)  # other first messages, other tokens
+        agents.append([msgspec.structs.replace(one, response=shifted(one, agent)) for one in records])
+    for turn in zip(*agents, strict=True):
+        commit(store, *turn)
+    ingester = Ingester(store)
+    while ingester.step():
+        pass
+    distinct = sum(200 + agent + turns * 3 + (turns - 1) * 2 for agent in range(30))
+    assert stored_bytes(store, opened.id)[0] <= 3 * distinct
+
+
+def shifted(raw, by):
+    """The raw call's response, with every token another one for each agent."""
+    call = parse(raw)
+    away = [[1000 * (by + 1) + id for id in ids] for ids in (call.prompt_ids, call.sampled_ids)]
+    return response(*away, content=call.response["content"])
+
+
+def test_a_history_that_changes_at_its_beginning_costs_what_is_new(store):
+    """The system prompt tells the time, and the oldest turn is left out: the next shares no prefix."""
+    rng = random.Random(0)
+    opened = store.open_rollout(rollout())
+    said = [
+        (f"{rng.random()} {rng.random()}" * 5, [rng.randrange(100_000) for _ in range(40)]) for _ in range(60)
+    ]
+    records = []
+    for at in range(40):
+        window = said[at : at + 20]
+        messages = [{"role": "system", "content": f"it is {at} o'clock"}]
+        messages += [{"role": "user", "content": text} for text, _ in window]
+        prompt = [at, *(id for _, ids in window for id in ids)]
+        answer = response(prompt, [at], content="so be it")
+        records.append(raw_call(opened.id, started_at=float(at), request=request(messages), response=answer))
+    commit(store, *records)
+    ingester = Ingester(store)
+    while ingester.step():
+        pass
+    assert store.calls(opened.id) == [parse(record) for record in records]
+    tokens, messages = stored_bytes(store, opened.id)
+    assert tokens < 1.5 * 3 * 40 * 60
+    assert messages < 1.5 * sum(len(text) for text, _ in said)
+
+
+def test_what_could_not_be_saved_is_stored_as_differences_the_next_time(tmp_path, store):
+    opened = store.open_rollout(rollout())
+    commit(store, *a_conversation(opened.id, 3, context=1000))
+    patient = SqliteStore(store.path, busy_timeout_s=0.05)
+    ingester = Ingester(patient)
+    with store._write(), pytest.raises(StoreBusy):
+        ingester.step()
+    assert ingester.step() == 3
+    patient.close()
+    assert stored_bytes(store, opened.id)[0] == 3 * (1000 + 3 * 3 + 2 * 2)

@@ -1,4 +1,4 @@
-from capture.normalise import message_key
+from capture.normalise import is_reasoned, message_key
 
 
 def assistant(arguments, **fields):
@@ -20,6 +20,22 @@ def test_clients_write_the_same_message_in_many_ways():
     assert message_key({"role": "user", "content": parts}) == message_key(
         {"role": "user", "content": "go on"}
     )
+
+
+def test_reasoning_in_the_text_is_no_part_of_what_was_said():
+    def key(text, role="assistant"):
+        return message_key({"role": role, "content": text})
+
+    assert key("<think>hm</think>\n\ngo") == key("hm</think>go") == key("go")
+    assert key("<think>hm") != key("go")
+    assert key("<think>hm</think>go", role="user") != key("go", role="user")
+    assert [is_reasoned({"role": "assistant", "content": text}) for text in ("a</think>b", "b", None)] == [
+        True,
+        False,
+        False,
+    ]
+    assert is_reasoned({"role": "assistant", "content": None, "reasoning_content": "hm"})
+    assert not is_reasoned({"role": "user", "content": "</think>"})
 
 
 def test_other_messages_stay_others():

@@ -1,15 +1,24 @@
 import subprocess
 import sys
+import tempfile
+from array import array
 from pathlib import Path
 
 import apsw
 import msgspec
 import pytest
-from capture_makers import POLICY, model_call, raw_call, rollout
+import zstandard
+from capture_makers import POLICY, base_of, content_of, model_call, raw_call, response, rollout
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
 
 from capture.errors import Conflict, Corrupt, Fenced, NotFound, RewardFrozen, StoreBusy, StoreError
 from capture.frames import pack, unpack
+from capture.ingest import Ingester
 from capture.sqlite import SqliteStore
+from capture.sqlite.base import migrations
+from capture.store import ParentContent
 from capture.types import CallFate, Commit, EngineVersion, LedgerRow
 
 RUN = "run1"
@@ -301,14 +310,145 @@ def test_calls_read_back_whole_although_stored_as_differences(store):
         id=records[2].id, started_at=3.0, messages=[question], prompt_ids=[1, 9], **shared, **hashes
     )
     store.save_calls([first], {})
-    store.save_calls([second, third], {second.id: (first.id, 4, 2), third.id: (second.id, 1, 1)})
+    store.save_calls([second, third], {second.id: base_of(first, 4, 2), third.id: base_of(second, 1, 1)})
     assert store.calls(opened.id) == [first, second, third]
-    assert [parent.call_id for parent in store.parents(opened.id)] == [first.id, second.id, third.id]
-    assert store.parents(opened.id)[1].token_ids == [1, 2, 3, 4, 5, 2**31 - 1]
-    rows = apsw.Connection(str(store.path)).execute("SELECT length(tokens) / 4 FROM contents ORDER BY n")
-    assert [row[0] for row in rows] == [4, 2, 3]
+    assert store.parents(opened.id) == [content_of(call) for call in (first, second, third)]
+    rows = apsw.Connection(str(store.path)).execute("SELECT length(tokens) FROM contents ORDER BY n")
+    assert [row[0] for row in rows] == [3 * 4, 4 * 2, 3 * 3]  # one id needs four bytes
     store.save_calls([second], {})
     assert store.counts().calls_not_ingested == 0
+
+
+MESSAGE = st.fixed_dictionaries({"role": st.just("user"), "content": st.text("ab ", max_size=300)})
+CONTENT = st.tuples(st.lists(MESSAGE, max_size=4), st.lists(st.sampled_from([1, 5, 2**24]), max_size=6))
+
+
+@given(st.lists(st.tuples(CONTENT, st.integers(0, 9), st.booleans()), min_size=1, max_size=6))
+@hypothesis_settings(max_examples=40, deadline=None)
+def test_contents_read_back_whole_whatever_their_bases_are(contents):
+    """Bases that share nothing, or whose own content is not known any more, included."""
+    with tempfile.TemporaryDirectory() as directory:
+        store = SqliteStore(Path(directory) / "store.sqlite")
+        store._db.execute("PRAGMA synchronous = OFF")
+        opened = store.open_rollout(rollout())
+        saved = []
+        for at, ((messages, prompt), choice, known) in enumerate(contents):
+            record = raw_call(opened.id, started_at=float(at))
+            commit(store, record)
+            fields = {"id": record.id, "started_at": float(at), "body_hash": record.body_hash}
+            call = model_call(opened.id, messages=messages, prompt_ids=prompt, sampled_ids=[choice], **fields)
+            bases = {}
+            if saved:
+                one = saved[choice % len(saved)]
+                mine, theirs = content_of(call), content_of(one)
+                base = base_of(
+                    one, prefix(mine.tokens, theirs.tokens) // 4, prefix(mine.messages, theirs.messages)
+                )
+                forgotten = ParentContent(one.id, b"", [])
+                bases[call.id] = base if known else msgspec.structs.replace(base, content=forgotten)
+            store.save_calls([call], bases)
+            saved.append(call)
+        assert store.calls(opened.id) == saved
+        assert store.verify() == []
+        store.close()
+
+
+def prefix(left, right):
+    count = 0
+    while count < min(len(left), len(right)) and left[count] == right[count]:
+        count += 1
+    return count
+
+
+def test_a_response_written_down_anew_costs_little(store):
+    """The rewritten response is another message, but most of it stands in the one before."""
+    opened = store.open_rollout(rollout())
+    records = [raw_call(opened.id, started_at=float(at)) for at in (1, 2)]
+    commit(store, *records)
+    long = {"role": "assistant", "content": " ".join(str(number**3) for number in range(300))}
+    again = {"content": long["content"], "role": "assistant"}
+    first = model_call(id=records[0].id, rollout_id=opened.id, response=long, started_at=1.0)
+    second = model_call(
+        id=records[1].id, rollout_id=opened.id, messages=[*first.messages, again], started_at=2.0
+    )
+    store.save_calls([first, second], {second.id: base_of(first, 2, 1)})
+    sizes = [row[0] for row in store._rows("SELECT length(messages) FROM contents ORDER BY n")]
+    assert sizes[0] > 700
+    assert sizes[1] < 120
+
+
+def a_store_of_the_first_schema(path):
+    """As Hone wrote it then: a call, another as a difference to it, and one that waits for ingest."""
+    _, name, sql = migrations()[0]
+    db = apsw.Connection(str(path))
+    db.execute(
+        "CREATE TABLE migrations (number INTEGER PRIMARY KEY, name TEXT NOT NULL, applied_at REAL NOT NULL)"
+    )
+    db.execute(sql)
+    db.execute("INSERT INTO migrations VALUES (1, ?, 0)", (name,))
+
+    def insert(table, **row):
+        values = ", ".join("?" * len(row))
+        db.execute(f"INSERT INTO {table} ({', '.join(row)}) VALUES ({values})", tuple(row.values()))
+
+    rollout_fields = {"key_id": "k", "mode": "train", "policy": POLICY}
+    insert(
+        "rollouts",
+        id="r_1",
+        state="open",
+        attempt=0,
+        headless=0,
+        call_count=3,
+        created_at=0.0,
+        stdout="",
+        **rollout_fields,
+    )
+    waiting = raw_call("r_1", id="c_3", started_at=3.0, response=response([1, 2, 3, 4, 6, 7], [8]))
+    insert("frames", id=1, body=pack([waiting]), remaining=1)
+    for n in (1, 2, 3):
+        ingested = {"ingested_at": 3.0, "prompt_tokens": 2, "completion_tokens": 2, "sampled_tokens": 2}
+        given = {"frame_id": 1, "place": 0, "started_at": float(n), "ended_at": 2.0, "status": 200}
+        given |= {"retry_count": 0, "body_hash": b"h", "late": 0, "failed": 0, "policy_version": 0}
+        insert(
+            "calls",
+            n=n,
+            id=f"c_{n}",
+            rollout_id="r_1",
+            **rollout_fields,
+            **given,
+            **(ingested if n < 3 else {}),
+        )
+
+    def content(n, base, counts, tokens, logprobs, messages):
+        body = msgspec.json.encode(messages)
+        body = body if len(body) < 512 else zstandard.ZstdCompressor(level=1).compress(body)
+        row = (n, base, *counts, array("i", tokens).tobytes(), array("f", logprobs).tobytes(), body)
+        db.execute("INSERT INTO contents VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, 1, NULL, 'policy', 1.0)", row)
+
+    content(1, None, (0, 0, 2, 2), [1, 2, 3, 4], [-0.5, -1.0], [QUESTION, LONG])
+    content(2, 1, (4, 2, 5, 2), [5, 6, 2**24], [-0.25, -0.75], [QUESTION, LONG])
+    db.close()
+
+
+QUESTION, LONG = {"role": "user", "content": "go"}, {"role": "assistant", "content": "x" * 600}
+
+
+def test_a_store_of_the_first_schema_is_upgraded_and_read_and_written_on(tmp_path):
+    path = tmp_path / "old.sqlite"
+    a_store_of_the_first_schema(path)
+    store = SqliteStore(path)
+    first, second = store.calls("r_1")
+    assert (first.prompt_ids, first.sampled_ids, first.sampled_logprobs) == ([1, 2], [3, 4], [-0.5, -1.0])
+    assert (first.messages, first.response) == ([QUESTION], LONG)
+    assert (second.prompt_ids, second.sampled_ids) == ([1, 2, 3, 4, 5], [6, 2**24])
+    assert (second.messages, second.response) == ([QUESTION, LONG, QUESTION], LONG)
+    assert Ingester(store).step() == 1  # a difference to the second, in the new form
+    assert store.calls("r_1")[:2] == [first, second]
+    assert store.calls("r_1")[2].prompt_ids == [1, 2, 3, 4, 6, 7]
+    assert store._rows("SELECT base, token_form FROM contents") == [(None, 0), (1, 0), (2, 1)]
+    assert store.verify() == []
+    store.close()
+    SqliteStore(path).close()  # once is enough
 
 
 def test_a_base_that_the_store_does_not_know_is_not_used(store):
@@ -316,7 +456,7 @@ def test_a_base_that_the_store_does_not_know_is_not_used(store):
     record = raw_call(opened.id)
     commit(store, record)
     call = model_call(id=record.id, rollout_id=opened.id, body_hash=b"h" * 16)
-    store.save_calls([call], {record.id: ("c_unknown", 2, 1)})
+    store.save_calls([call], {record.id: base_of(model_call(id="c_unknown"), 2, 1)})
     assert store.calls(opened.id) == [call]
 
 

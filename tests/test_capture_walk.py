@@ -3,7 +3,7 @@
 import tempfile
 from pathlib import Path
 
-from capture_makers import POLICY, model_call, raw_call, rollout
+from capture_makers import POLICY, base_of, model_call, raw_call, rollout
 from hypothesis import HealthCheck, event, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, multiple, rule
@@ -97,9 +97,9 @@ class Walk(RuleBasedStateMachine):
             untrainable="provider" if raw.policy is None else untrainable,
             **{"policy": raw.policy, "retry_count": raw.retry_count, "body_hash": raw.body_hash, **fields},
         )
-        bases = {} if base is None or not fields["prompt_ids"] else {call.id: (base.id, len(prompt) - 1, 0)}
-        if base is not None and bases:
-            bases[call.id] = (base.id, len(base.prompt_ids) + len(base.sampled_ids), 0)
+        bases = {}
+        if base is not None and fields["prompt_ids"]:
+            bases[call.id] = base_of(base, len(base.prompt_ids) + len(base.sampled_ids), 0)
         self.store.save_calls([call], bases)
         self.store.save_calls([call], bases)
 

@@ -87,7 +87,7 @@ def test_explain_says_the_sentence_first_and_then_what_it_rests_on(world: World,
     ]
     assert lines[lines.index("calls") + 1 :] == [
         "       1  c_r_a_1  begins a conversation  2 tokens v0 trained",
-        "       2  c_r_a_2  new branch (retokenised)  1 token v0 trained",
+        "       2  c_r_a_2  new branch (retokenised, leaves 1)  1 token v0 trained",
         "       3  c_r_a_3  continues 2  1 token v0 grammar",
         "",
         "  retokenised: It goes on with the same messages, but their tokens are not the sampled ones.",
@@ -107,7 +107,7 @@ def test_show_prints_of_each_call_what_was_new(world: World, hone: Run) -> None:
         "    now",
         "  [assistant] hi",
         "",
-        "── call 2  c_r_a_2  new branch (retokenised)  v0  1 token  trained",
+        "── call 2  c_r_a_2  new branch (retokenised, leaves 1)  v0  1 token  trained",
         "  (3 messages as in call 1)",
         "  [user] more",
         "  [assistant] hi",

@@ -121,6 +121,17 @@ async def test_the_agents_key_goes_to_nobody_but_a_passthrough_route(tmp_path: P
         assert sent == [None, "Bearer sk-ours", "Bearer sk-agent", None]
 
 
+async def test_what_says_that_a_request_is_made_again_is_captured(tmp_path: Path) -> None:
+    async with against(completion, tmp_path) as (hone, _):
+        said = {"x-stainless-retry-count": "2", "Idempotency-Key": "k" * 999}
+        assert (await hone.post(CHAT, BODY, said))[0] == 200
+        assert (await hone.post(CHAT, BODY, {"x-stainless-retry-count": "soon"}))[0] == 200
+        again, plain = hone.raw_calls()
+        assert (again.retry_count, again.idempotency_key) == (2, "k" * 255)
+        assert (plain.retry_count, plain.idempotency_key) == (0, None)
+        assert again.body_hash == plain.body_hash
+
+
 async def test_a_client_error_of_the_upstream_is_passed_on_and_captured(tmp_path: Path) -> None:
     async def refuse(request: web.Request) -> web.Response:
         return web.json_response(

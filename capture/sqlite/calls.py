@@ -8,10 +8,20 @@ from typing import Any
 from capture.errors import Corrupt, NotFound
 from capture.frames import unpack
 from capture.reasons import LATE, OTHER_POLICY, UNDELIVERED
-from capture.sqlite.content import Content, Whole, blob, floats, pack_content, unpack_content, unpack_tools
+from capture.sqlite.content import (
+    Content,
+    Readable,
+    Whole,
+    blob,
+    floats,
+    pack_content,
+    readable,
+    unpack_content,
+    unpack_tools,
+)
 from capture.sqlite.rollouts import COLUMNS, Rollouts, rollout_from
 from capture.sqlite.stitches import Stitches
-from capture.store import ParentContent, PendingCall
+from capture.store import ContentBase, ParentContent, PendingCall
 from capture.types import ModelCall, RawCall, Rollout, Stitch
 
 CALLS_PER_SAVE = 64
@@ -21,8 +31,8 @@ _BLOBS_KNOWN = 4096
 
 _INSERT = (
     "INSERT INTO calls (id, rollout_id, key_id, mode, policy, policy_version, frame_id, place, started_at, "
-    "ended_at, status, retry_count, body_hash, late, undelivered, failed, error) "
-    f"VALUES ({', '.join('?' * 17)})"
+    "ended_at, status, retry_count, body_hash, late, undelivered, failed, error, idempotency_key) "
+    f"VALUES ({', '.join('?' * 18)})"
 )
 _SAVE = (
     "UPDATE calls SET ingested_at = ?, prompt_tokens = ?, completion_tokens = ?, sampled_tokens = ?, "
@@ -141,11 +151,11 @@ class Calls(Rollouts, Stitches):
 
     def parents(self, rollout_id: str) -> list[ParentContent]:
         return [
-            ParentContent(call_id=row[0], token_ids=whole.tokens, messages=whole.messages)
+            ParentContent(call_id=row[0], tokens=whole.tokens, messages=whole.messages)
             for row, _, whole in self._contents(rollout_id, "calls.id")
         ]
 
-    def save_calls(self, calls: Sequence[ModelCall], bases: Mapping[str, tuple[str, int, int]]) -> None:
+    def save_calls(self, calls: Sequence[ModelCall], bases: Mapping[str, ContentBase]) -> None:
         if len(calls) > CALLS_PER_SAVE:
             raise ValueError(f"{len(calls)} calls in one transaction; at most {CALLS_PER_SAVE}")
         now = self.now()
@@ -167,7 +177,7 @@ class Calls(Rollouts, Stitches):
             self._blobs.clear()
 
     def _save_call(
-        self, call: ModelCall, base: tuple[str, int, int] | None, now: float, new_blobs: set[bytes]
+        self, call: ModelCall, base: ContentBase | None, now: float, new_blobs: set[bytes]
     ) -> int | None:
         """The frame that it came from; None if it was saved before."""
         row = self._row(
@@ -188,21 +198,19 @@ class Calls(Rollouts, Stitches):
         if tools is not None and tools[0] not in self._blobs:
             self._db.execute("INSERT INTO blobs VALUES (?, ?) ON CONFLICT DO NOTHING", tools)
             new_blobs.add(tools[0])
-        content = pack_content(call, n, self._base(call, n, base), tools and tools[0])
+        content = pack_content(call, n, self._numbered(call, n, base), tools and tools[0])
         self._db.execute(_CONTENT, tuple(getattr(content, name) for name in Content.__struct_fields__))
         return int(frame_id)
 
-    def _base(
-        self, call: ModelCall, n: int, base: tuple[str, int, int] | None
-    ) -> tuple[int, int, int] | None:
-        """The base by number, if it is an earlier ingested call of the same rollout."""
+    def _numbered(self, call: ModelCall, n: int, base: ContentBase | None) -> tuple[int, ContentBase] | None:
+        """The base with its number, if it is an earlier ingested call of the same rollout."""
         if base is None:
             return None
         base_n = self._value(
             "SELECT n FROM calls WHERE id = ? AND rollout_id = ? AND n < ? AND ingested_at IS NOT NULL",
-            (base[0], call.rollout_id, n),
+            (base.content.call_id, call.rollout_id, n),
         )
-        return None if base_n is None else (base_n, base[1], base[2])
+        return None if base_n is None else (base_n, base)
 
     # -- reading back ------------------------------------------------------------------------
 
@@ -219,6 +227,7 @@ class Calls(Rollouts, Stitches):
             "prompt_tokens",
             "completion_tokens",
             "retry_count",
+            "idempotency_key",
             "body_hash",
             "late",
             "undelivered",
@@ -234,10 +243,13 @@ class Calls(Rollouts, Stitches):
             )
             bodies = {hash: unpack_tools(body) for hash, body in rows}
         calls = []
+        read: dict[int | None, Readable] = {}
+        known: dict[bytes, dict[str, Any]] = {}
         for row, content, whole in found:
             fields = dict(zip(names, row, strict=True))
             excluded = fields.pop("excluded")
-            split = len(whole.messages) - content.has_response
+            said = read[content.n] = readable(content, whole, read.get(content.base), known)
+            split = len(said.messages) - content.has_response
             fields["late"] = bool(fields["late"])
             # A mark that came after settling changes nothing: samples must agree with the balance.
             fields["undelivered"] = bool(fields["undelivered"]) if open_state else excluded == UNDELIVERED
@@ -245,11 +257,11 @@ class Calls(Rollouts, Stitches):
                 **fields,
                 model=content.model,
                 temperature=content.temperature,
-                messages=whole.messages[:split],
+                messages=said.messages[:split],
                 tools=bodies[content.tools] if content.tools is not None else [],
-                response=whole.messages[-1] if content.has_response else None,
-                prompt_ids=whole.tokens[: content.prompt_count],
-                sampled_ids=whole.tokens[content.prompt_count :],
+                response=said.messages[-1] if content.has_response else None,
+                prompt_ids=said.tokens[: content.prompt_count],
+                sampled_ids=said.tokens[content.prompt_count :],
                 sampled_logprobs=floats(content.logprobs),
                 untrainable=excluded,
             )
@@ -308,4 +320,5 @@ def _narrow(record: RawCall, frame_id: int, place: int, mode: str, state: str) -
         int(record.status == HUNG_UP),
         int(record.status >= 400 or record.error is not None),
         record.error,
+        record.idempotency_key,
     )

@@ -36,7 +36,8 @@ INVARIANTS: Final[tuple[tuple[str, str], ...]] = (
     (
         "its stored tokens have another length than they should",
         "SELECT calls.id FROM calls JOIN contents ON contents.n = calls.n "
-        "WHERE shared_tokens + length(tokens) / 4 != prompt_count + sampled_count "
+        "WHERE (token_form < 2 AND length(tokens) != "
+        "(4 - token_form) * (prompt_count + sampled_count - shared_tokens)) "
         "OR (excluded IS NULL AND length(logprobs) != 4 * sampled_count)",
     ),
     (

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from capture.graph import CallGraph, build, fates, samples
+from capture.graph import CallGraph, Node, build, fates, samples
 from capture.reasons import NOT_FOR_TRAINING
 from capture.store import History
 from capture.types import LedgerRow, ModelCall, Rollout, Version
@@ -27,7 +27,8 @@ class CallView(msgspec.Struct, frozen=True, kw_only=True):
     number: int  # from 1, in the order of start
     id: str
     parent: int | None  # number of the call that it continues
-    fork: str | None  # why it continues none: a reason from `FORKS`
+    fork: str | None  # why it begins a branch: a reason from `FORKS`
+    left: int | None  # number of the call that it is compared with for that
     branch: int | None  # number of the sample in which its tokens have loss; None: in no one
     fate: str  # trained, zero_advantage, pending, eval, observe, a drop reason or an untrainable reason
     excluded: str | None  # untrainable reason or "superseded"; None: its tokens may be trained
@@ -104,27 +105,20 @@ def views(history: History, graph: CallGraph) -> list[CallView]:
     }
     numbers = {call_id: number for number, call_id in enumerate(graph.nodes, 1)}
     whole = rollout_fate(history)
-    return [
-        _view(node.call, numbers, node.parent, node.fork, branches, excluded[call_id], whole)
-        for call_id, node in graph.nodes.items()
-    ]
+    return [_view(node, numbers, branches, excluded[call_id], whole) for call_id, node in graph.nodes.items()]
 
 
 def _view(
-    call: ModelCall,
-    numbers: Mapping[str, int],
-    parent: str | None,
-    fork: str | None,
-    branches: Mapping[str, int],
-    excluded: str | None,
-    whole: str,
+    node: Node, numbers: Mapping[str, int], branches: Mapping[str, int], excluded: str | None, whole: str
 ) -> CallView:
+    call = node.call
     not_meant = whole in NOT_FOR_TRAINING  # an evaluation's calls are that before they are anything else
     return CallView(
         number=numbers[call.id],
         id=call.id,
-        parent=None if parent is None else numbers[parent],
-        fork=fork,
+        parent=None if node.parent is None else numbers[node.parent],
+        fork=node.fork,
+        left=None if node.near is None else numbers[node.near],
         branch=branches.get(call.id),
         fate=whole if not_meant else excluded or whole,
         excluded=excluded,

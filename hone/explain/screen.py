@@ -196,9 +196,13 @@ def _run_line(run: Sequence[CallView]) -> Text:
 
 def place(call: CallView) -> str:
     """Where the call stands in the call graph."""
-    if call.parent is not None:
-        return f"continues {call.parent}"
-    return "begins a conversation" if call.fork == ROOT else f"new branch ({call.fork})"
+    if call.fork == ROOT:
+        return "begins a conversation"
+    said = [] if call.parent is None else [f"continues {call.parent}"]
+    if call.fork is not None:
+        left = "" if call.left is None else f", leaves {call.left}"
+        said.append(f"new branch ({call.fork}{left})")
+    return ", ".join(said)
 
 
 def version(call: CallView) -> str:
