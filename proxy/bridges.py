@@ -75,6 +75,9 @@ class Bridges:
         self._looking_until = 0.0  # monotonic seconds
         self._templates: dict[str, Template | None] = {}  # by engine incarnation; None: leave it alone
         self._learning = asyncio.Lock()
+        self._learn_after = (
+            0.0  # monotonic seconds: an engine that does not answer is not asked at once again
+        )
 
     def read(self, call: Call) -> None:
         """Take down what a call says, before its request is changed."""
@@ -187,16 +190,22 @@ class Bridges:
         """The engine's template; None if exact continuity cannot be had there. `UpstreamError`."""
         async with self._learning:
             if engine.incarnation not in self._templates:
-                self._templates = {
-                    incarnation: template
-                    for incarnation, template in self._templates.items()
-                    if not incarnation.startswith(f"{engine.url}#")
-                }
-                try:
-                    self._templates[engine.incarnation] = await self._learn(engine)
-                except _Unfit as unfit:
-                    self._give_up(engine.incarnation, str(unfit))
+                await self._meet(engine)
             return self._templates[engine.incarnation]
+
+    async def _meet(self, engine: Engine) -> None:
+        """A new engine, or one that was restarted: the one before is gone."""
+        if time.monotonic() < self._learn_after:
+            raise UpstreamError("the engine did not answer a moment ago")
+        for incarnation in [known for known in self._templates if known.startswith(f"{engine.url}#")]:
+            del self._templates[incarnation]
+        try:
+            self._templates[engine.incarnation] = await self._learn(engine)
+        except _Unfit as unfit:
+            self._give_up(engine.incarnation, str(unfit))
+        except UpstreamError:
+            self._learn_after = time.monotonic() + RENDER_TIMEOUT_S
+            raise
 
     async def _learn(self, engine: Engine) -> Template:
         """Have the engine render what a template is known by. `_Unfit`, `UpstreamError`."""

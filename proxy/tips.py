@@ -18,7 +18,7 @@ from proxy.storage import Storage
 
 CALLS_READ_MAX = 64  # newest calls of a rollout that are looked at
 _BROKEN = (msgspec.MsgspecError, ValueError, RecursionError)
-_TIP_BYTES = 300  # about what one weighs beside its ids
+_CALL_BYTES = 500  # about what a call weighs beside its ids
 
 
 class _Known:
@@ -61,19 +61,19 @@ class Tips:
         self, rollout_id: str, call_id: str, conversation: Conversation, completion: Completion
     ) -> None:
         """A call was answered: its tip can be gone on from."""
-        known = self._rollouts.get(rollout_id)
-        if known is None:
-            known = self._rollouts[rollout_id] = _Known()
-        self._rollouts.move_to_end(rollout_id)
-        known.calls.add(call_id)
         found = self.find(rollout_id, conversation)
         tip = tip_of(call_id, completion, None if found is None else found[1])
-        if tip is None or completion.message is None:
-            return
-        known.tips[conversation.then(completion.message)] = tip
-        size = _TIP_BYTES + len(tip.rest) + len(tip.thought or b"")
-        known.size += size
-        self._bytes += size
+        self._note(rollout_id, call_id, 0 if tip is None else len(tip.rest) + len(tip.thought or b""))
+        if tip is not None and completion.message is not None:
+            self._rollouts[rollout_id].tips[conversation.then(completion.message)] = tip
+
+    def _note(self, rollout_id: str, call_id: str, size: int) -> None:
+        """A call is known, with so many bytes of its own."""
+        known = self._rollouts.setdefault(rollout_id, _Known())
+        self._rollouts.move_to_end(rollout_id)
+        known.calls.add(call_id)
+        known.size += _CALL_BYTES + size
+        self._bytes += _CALL_BYTES + size
         while self._bytes > self._bytes_max and len(self._rollouts) > 1:
             self._bytes -= self._rollouts.popitem(last=False)[1].size
 
@@ -96,7 +96,7 @@ class Tips:
         if conversation is not None and completion is not None and raw.policy is not None:
             self.remember(raw.rollout_id, raw.id, conversation, completion)
         else:
-            self._rollouts.setdefault(raw.rollout_id, _Known()).calls.add(raw.id)
+            self._note(raw.rollout_id, raw.id, 0)
 
 
 def completion_of(body: bytes, stream: bool) -> Completion | None:

@@ -1,5 +1,6 @@
 """Exact continuity through a listening proxy, against an engine whose replies drift and that misbehaves."""
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -7,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from proxy_world import World, engine_settings, world
+from proxy_world import World, engine_settings, until, world
 from toy_engine import ToyEngine, render, sampled
 
 from capture.graph import build
@@ -217,6 +218,23 @@ async def test_auto_leaves_templates_alone_that_take_reasoning_out(tmp_path: Pat
     async with toy.listening(), talking(toy, tmp_path, "auto") as hone:
         await talk(hone, 4)
         assert outcomes(hone) == {DRIFTED: 1, UNSUPPORTED: 2}
+
+
+async def test_an_agent_that_leaves_while_its_call_is_rendered(tmp_path: Path) -> None:
+    async with ToyEngine().listening() as toy, talking(toy, tmp_path) as hone:
+        rollout = (await hone.opened())["id"]
+        messages = [*await talk(hone, 2, rollout), asked(2)]
+        toy.hangs.set()
+        leaving = asyncio.create_task(say(hone, rollout, messages))
+        await until(lambda: len(toy.rendered) == len(PROBES) + 3)
+        leaving.cancel()
+        await asyncio.gather(leaving, return_exceptions=True)
+        left = (await hone.raw_calls_when(3))[-1]
+        assert (left.status, left.response, len(toy.asked)) == (499, b"", 2)
+        toy.hangs.clear()
+        await say(hone, rollout, messages)
+        assert outcomes(hone) == {EXACT: 2}
+        assert branches(hone) == 2  # the call that was left stays alone
 
 
 async def test_another_history_is_another_conversation(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """A toy model behind vLLM's routes, whose every reply drifts: a character is a token, but what the model
 samples is spelled with other tokens than a tokenizer would take (1000 more)."""
 
+import asyncio
 import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -65,6 +66,7 @@ class ToyEngine:
         self.cut_off = cut_off
         self.drifts = drifts
         self.max_model_len = max_model_len
+        self.hangs = asyncio.Event()  # once set, renderings never come
         self.rendered: list[Any] = []  # bodies
         self.asked: list[Any] = []
         self.url = ""
@@ -96,6 +98,8 @@ class ToyEngine:
     async def _render(self, request: web.Request) -> web.Response:
         body = await request.json()
         self.rendered.append(body)
+        if self.hangs.is_set():
+            await asyncio.Event().wait()
         if self.render_status != 200:
             return web.json_response({}, status=self.render_status)
         ids = render(body["messages"], body["add_generation_prompt"], self.strips, self.drops_reasoning)
