@@ -146,7 +146,7 @@ class Bridges:
         assert onward.tip is not None
         assert call.conversation is not None
         template = await self._template(engine)
-        if template is None or (template.strips and self._continuity == "auto"):
+        if template is None or (template.rewrites and self._continuity == "auto"):
             raise Unproven(UNSUPPORTED)
         tip = unpacked(onward.tip.ids)
         messages = call.conversation.messages()
@@ -231,9 +231,9 @@ class Bridges:
         status, answer = await self._ask(engine, "/v1/chat/completions", _ENCODE(body))
         if status != 200 or _ANSWERED.decode(answer).prompt_token_ids != given:
             raise _Unfit(f"it does not take a prompt's ids in {IDS}")
-        if template.strips and self._continuity == "auto":
+        if template.rewrites and self._continuity == "auto":
             log.warning(
-                "continuity: %s takes reasoning out of earlier turns: auto is off", engine.incarnation
+                "continuity: %s writes earlier turns without their reasoning: auto is off", engine.incarnation
             )
         return template
 

@@ -211,7 +211,7 @@ class Template(msgspec.Struct, frozen=True):
 
     ends: frozenset[int]  # the tokens that end a reply's turn
     tail: tuple[int, ...]  # what follows them
-    strips: bool  # reasoning is taken out of earlier turns
+    rewrites: bool  # earlier turns are written in another way: reasoning is taken out
 
 
 def bridge(template: Template, tip: Ids, upto: Ids, whole: Ids, length_max: int | None) -> list[int]:
@@ -267,15 +267,16 @@ def learn(rendered: Mapping[str, Ids]) -> Template | None:
     if not {"yes", "no", "on"} <= rendered.keys():
         return None
     closing = _common_end(rendered["yes"], rendered["no"])
-    if not closing or not _kept(rendered["yes"], rendered["on"], closing):
+    if not closing:
         return None
     end, *tail = closing
     ends = {end}
     calling = _common_end(rendered.get("look", ()), rendered.get("find", ()))
     if len(calling) > len(tail) and calling[len(calling) - len(tail) :] == tuple(tail):
         ends.add(calling[-1 - len(tail)])
-    strips = any(_strips(rendered, kind, closing) for kind in _KINDS)
-    return Template(frozenset(ends), tuple(tail), strips)
+    plain = _kept(rendered["yes"], rendered["on"], closing)
+    rewrites = not plain or any(_strips(rendered, kind, closing) for kind in _KINDS)
+    return Template(frozenset(ends), tuple(tail), rewrites)
 
 
 _KINDS = ("field", "inline")

@@ -213,6 +213,23 @@ async def test_reasoning_that_no_template_writes_is_not_put_back(tmp_path: Path)
         assert outcomes(hone) == {STRIPPED: 1}
 
 
+@pytest.mark.parametrize("keeps", [True, False], ids=["replayed", "left out"])
+async def test_reasoning_that_the_template_keeps_stays_as_it_was_sampled(tmp_path: Path, keeps: bool) -> None:
+    """Tools are called between a question and its answer: nothing is stripped, whatever clients leave out."""
+    toy = ToyEngine(strips=True, reasoning="hm", calls=True)
+    async with toy.listening(), talking(toy, tmp_path) as hone:
+        rollout = (await hone.opened())["id"]
+        messages: list[Any] = [SYSTEM, asked(0)]
+        for _ in range(3):
+            said = await say(hone, rollout, messages)
+            if not keeps:
+                del said["reasoning_content"]
+            messages += [said, {"role": "tool", "tool_call_id": said["tool_calls"][0]["id"], "content": "ok"}]
+        assert (branches(hone), outcomes(hone)) == (1, {EXACT: 2})
+        await say(hone, rollout, [*messages, asked(1)])
+        assert (branches(hone), outcomes(hone)) == (2, {EXACT: 2, REWRITTEN: 1})
+
+
 async def test_auto_leaves_templates_alone_that_take_reasoning_out(tmp_path: Path) -> None:
     toy = ToyEngine(strips=True)
     async with toy.listening(), talking(toy, tmp_path, "auto") as hone:

@@ -28,16 +28,22 @@ def sampled(text: str) -> list[int]:
 def render(
     messages: Sequence[Message], generation: bool, strips: bool = False, drops: bool = False
 ) -> list[int]:
-    """The chat template. One that `strips` writes reasoning only after the last user's message; one that
-    `drops` it never does."""
-    last = max((n for n, one in enumerate(messages) if one["role"] == "user"), default=-1)
+    """The chat template.
+
+    One that `strips` is in the manner of Qwen3: it writes reasoning only after the last user's message,
+    and there an empty one into the very last message. One that `drops` reasoning never writes any.
+    """
+    asked = max((n for n, one in enumerate(messages) if one["role"] == "user"), default=-1)
     ids: list[int] = []
     for n, message in enumerate(messages):
         text = message.get("content") or ""
-        if message.get("reasoning_content") and (n > last or not strips) and not drops:
-            text = f"<think>{message['reasoning_content']}</think>{text}"
+        thought = message.get("reasoning_content") or ""
+        if message["role"] == "assistant" and not drops:
+            empty = strips and n == len(messages) - 1
+            if (thought or empty) and (n > asked or not strips):
+                text = f"<think>{thought}</think>{text}"
         for call in message.get("tool_calls") or []:
-            text += f"[{call['function']['name']} {call['function']['arguments']}]"
+            text += f"[{call['function']['name']}]"
         ids += [START, *spelled(message["role"] + "\n" + text), END, ord("\n")]
     return [*ids, START, *spelled("assistant\n")] if generation else ids
 
@@ -53,6 +59,7 @@ class ToyEngine:
         refuses_ids: bool = False,
         strips: bool = False,
         reasoning: str | None = None,
+        calls: bool = False,
         cut_off: bool = False,
         drifts: bool = True,
         max_model_len: int = 4096,
@@ -63,6 +70,7 @@ class ToyEngine:
         self.strips = strips
         self.drops_reasoning = False
         self.reasoning = reasoning
+        self.calls = calls  # every reply is a tool call
         self.cut_off = cut_off
         self.drifts = drifts
         self.max_model_len = max_model_len
@@ -119,9 +127,16 @@ class ToyEngine:
         )
         text = f"reply {len(self.asked) - 1}"
         thought = f"<think>{self.reasoning}</think>" if self.reasoning else ""
+        message: Message = {"role": "assistant", "content": text, "reasoning_content": self.reasoning}
+        if self.calls:
+            function = {"name": text, "arguments": "{}"}
+            message |= {
+                "content": None,
+                "tool_calls": [{"id": text, "type": "function", "function": function}],
+            }
+            text = f"[{text}]"
         ids = sampled(thought + text) if self.drifts else [*spelled(thought + text), END]
         ids = ids[: -1 if self.cut_off else None]
-        message = {"role": "assistant", "content": text, "reasoning_content": self.reasoning}
         choice = {
             "index": 0,
             "message": message,
