@@ -84,8 +84,8 @@ class Store(Protocol):
     def open_rollout(self, rollout: Rollout, *, group_size: int | None = None) -> Rollout:
         """Insert, and its group where `group_id` is new. Pins `policy_version` if it is None and
         mode is train (active version) or eval (active version). `Conflict` if the id exists, the
-        group is closed or (train) the run has ended. A train rollout that names a group and no run
-        joins the policy's live run."""
+        group is closed or (train) the run has ended; `NotFound` if the group is another key's. A
+        train rollout that names a group and no run joins the policy's live run."""
 
     def session_rollout(self, key_id: str, session: str, fresh: Rollout) -> Rollout:
         """The open observe rollout of that session, or `fresh` inserted."""
