@@ -142,9 +142,9 @@ class Store(Protocol):
         nobody opened (`new`, ignored where they exist) and the records' stitches (by call id),
         in one durable transaction. A record whose rollout is past `open` gets `late`."""
 
-    def stitched(self, key_id: str, digests: Sequence[bytes]) -> dict[bytes, str | None]:
-        """The rollout whose call wrote a digest under this key; None if calls of several rollouts
-        did, which stays so. Digests that nobody wrote are left out. At most 100 at once."""
+    def stitched(self, stitches: Sequence[tuple[str, bytes]]) -> dict[tuple[str, bytes], str | None]:
+        """For each `(key id, digest)` the rollout that was written with it; None if several were,
+        which stays so. What nobody wrote is left out."""
 
     def share_stitches(self, stitches: Sequence[tuple[str, bytes]]) -> None:
         """Mark `(key id, digest)` as written by calls of several rollouts."""

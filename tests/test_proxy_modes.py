@@ -110,7 +110,7 @@ async def test_an_observed_request_passes_as_sent_and_the_promoted_version_answe
 
 async def test_an_observed_rollout_has_no_cap_of_its_own(tmp_path: Path) -> None:
     async with versions(tmp_path) as (hone, _):
-        opened = await hone.opened(mode="observe", group_id="wish")
+        opened = await hone.opened(mode="observe")
         rollout = hone.store.rollout(opened["id"])
         assert (rollout.max_calls, rollout.policy_version) == (None, None)
 

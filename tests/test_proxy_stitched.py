@@ -326,8 +326,8 @@ async def test_stitches_are_forgotten_after_a_time(tmp_path: Path) -> None:
 def test_the_store_shares_what_two_rollouts_wrote(tmp_path: Path) -> None:
     store = SqliteStore(tmp_path / "hone.db")
     store.share_stitches([("k", b"d"), ("k", b"e")])
-    assert store.stitched("k", [b"d", b"x"]) == {b"d": None}
-    assert store.stitched("other", [b"d"]) == {}
+    assert store.stitched([("k", b"d"), ("k", b"x"), ("other", b"d")]) == {("k", b"d"): None}
+    assert store.stitched([]) == {}
     assert store.prune_stitches(60.0) == 0
     assert store.prune_stitches(-1.0) == 2
     store.close()

@@ -6,6 +6,7 @@ from capture.sqlite.base import Base
 from capture.types import RawCall, Stitch
 
 PRUNED_AT_ONCE = 5000
+_FIND = "SELECT rollout_id FROM stitches WHERE key_id = ? AND digest = ?"
 _WRITE = (
     "INSERT INTO stitches VALUES (?, ?, ?, ?, ?) ON CONFLICT (key_id, digest) DO UPDATE SET "
     "rollout_id = CASE WHEN rollout_id = excluded.rollout_id THEN rollout_id END, "
@@ -21,14 +22,10 @@ _SUPERSEDE = (
 class Stitches(Base):
     """The methods of `capture.store.Store` for stitches."""
 
-    def stitched(self, key_id: str, digests: Sequence[bytes]) -> dict[bytes, str | None]:
-        marks = ", ".join("?" * len(digests))
-        return dict(
-            self._rows(
-                f"SELECT digest, rollout_id FROM stitches WHERE key_id = ? AND digest IN ({marks})",
-                (key_id, *digests),
-            )
-        )
+    def stitched(self, stitches: Sequence[tuple[str, bytes]]) -> dict[tuple[str, bytes], str | None]:
+        with self._read():
+            rows = ((one, self._row(_FIND, one)) for one in stitches)
+            return {one: row[0] for one, row in rows if row is not None}
 
     def share_stitches(self, stitches: Sequence[tuple[str, bytes]]) -> None:
         now = self.now()
