@@ -176,7 +176,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--targets", help="linear layers with LoRA, comma-separated; absent: all")
     parser.add_argument("--base", default=str(EXAMPLE / "base"))
     parser.add_argument(
-        "--p", type=float, nargs=2, metavar=("MIN", "MAX"), help="other opponents in training"
+        "--p",
+        type=float,
+        nargs=2,
+        action="append",
+        metavar=("MIN", "MAX"),
+        help="other opponents in training; several ranges share the scenarios",
     )
     parser.add_argument("--temperature", type=float, default=1.0, help="of the evaluation")
     parser.add_argument("--explore", type=float, default=1.0, help="temperature of the training games")
@@ -211,7 +216,8 @@ def main() -> None:
     if args.p:
         low, high = min(one["p"] for one in train), max(one["p"] for one in train)
         for one in train:
-            one["p"] = args.p[0] + (one["p"] - low) / (high - low) * (args.p[1] - args.p[0])
+            least, most = args.p[one["seed"] // 2 % len(args.p)]
+            one["p"] = least + (one["p"] - low) / (high - low) * (most - least)
     random.Random(args.seed).shuffle(train)
     steps, waiting = 0, deque[list[list[Member]]]()
     began, rows = time.monotonic(), [{"games": 0, **evaluate(player, args.temperature)}]

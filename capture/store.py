@@ -13,11 +13,13 @@ import msgspec
 from capture.types import (
     Balance,
     Batch,
+    BatchState,
     CallFate,
     Commit,
     EngineVersion,
     FinishStatus,
     Group,
+    LedgerRow,
     Lineage,
     ModelCall,
     RawCall,
@@ -54,6 +56,68 @@ class Counts(msgspec.Struct, frozen=True, kw_only=True):
     failed_calls: int  # status >= 400 or broken on our side, agent's 4xx included
     drops: dict[str, int]  # rollouts by reason
     untrainable: dict[str, int]  # calls by reason
+
+
+class FateCounts(msgspec.Struct, frozen=True):
+    """How many rollouts and calls of a policy met which fate."""
+
+    rollouts: dict[str, int]
+    """By `trained`, `zero_advantage`, `no_tokens` (in a committed batch, with none that could be
+    trained), `pending`, `eval`, `observe`, or a drop reason."""
+    calls: dict[str, int]
+    """Calls of train rollouts whose tokens are not trained for a reason of their own, by that reason;
+    those that went to models that are not being trained are among them."""
+
+
+class Drop(msgspec.Struct, frozen=True):
+    """When and why a rollout left the pipeline, and how many trainable sampled tokens left with it."""
+
+    reason: str
+    tokens: int
+    at: float
+
+
+class BatchRow(msgspec.Struct, frozen=True, kw_only=True):
+    """A batch without its rollouts."""
+
+    id: str
+    state: BatchState
+    taken_at: float
+    committed_at: float | None = None
+    step: int | None = None  # optimizer steps of the lineage after it
+    version: int | None = None  # the version that its commit made; None: no advantage, no version
+    reason: str | None = None  # why it was dropped
+    groups: int = 0
+
+
+class WaitingCall(msgspec.Struct, frozen=True, kw_only=True):
+    """A committed call that is not ingested, as far as it is known without parsing it."""
+
+    id: str
+    started_at: float
+    ended_at: float
+    status: int
+    policy_version: int | None = None
+    late: bool = False
+    error: str | None = None
+
+
+class History(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything but the calls that the store knows of one rollout, read at one moment."""
+
+    rollout: Rollout
+    group: Group | None = None
+    members: list[Rollout] = []  # of the group, all attempts, the rollout itself included
+    ledger: dict[str, LedgerRow] = {}  # of the rollout's batch's members that are in `members`
+    drop: Drop | None = None
+    batch: BatchRow | None = None
+    waiting: list[WaitingCall] = []
+    calls_in_flight: int = 0
+    posted: dict[str, float] = {}  # scores that were posted
+    lineage: Lineage | None = None  # of its run
+    run_end_reason: str | None = None
+    groups_ready: int = 0  # closed groups of the run that no batch has taken
+    leases: list[str] = []  # names of those that somebody holds
 
 
 class Store(Protocol):
@@ -237,9 +301,18 @@ class Store(Protocol):
     def expire_pins(self, policy: str, version: int) -> int:
         """Drop (`stale`) the open training rollouts pinned to `version`; how many."""
 
+    # -- one rollout's story -----------------------------------------------------------------
+    def find_rollout(self, text: str) -> str:
+        """The id of the rollout that a rollout's or call's id, or the beginning of one, means.
+        `NotFound` where none begins so, `Conflict` where several do."""
+
+    def history(self, rollout_id: str) -> History:
+        """`NotFound` if there is none."""
+
     # -- sums --------------------------------------------------------------------------------
     def balance(self, policy: str) -> Balance: ...
     def counts(self, run_id: str | None = None) -> Counts: ...
+    def fate_counts(self, policy: str) -> FateCounts: ...
     def ledger_twice(self) -> int:
         """Rollouts that stand in the ledger more than once: 0, or something is broken."""
 

@@ -33,6 +33,8 @@ from rollouts.scenarios import Scenario, read_scenarios
 RUN_ID = "demo"
 OPPONENTS = ("random", "optimal")
 OURS = ("adapters", "checkpoints", "logs")  # directories that a demonstration makes
+LIMIT_S = 870.0  # a quarter of an hour, less what stopping and drawing take
+EVALUATION_MARGIN = 1.2  # how much longer the last evaluation may take than the first
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,9 +72,11 @@ class Demo:
         await serve.ready()
         self._cold_s = time.monotonic() - self._began
         say(f"ready after {self._cold_s:.0f} s; evaluating the base model")
+        evaluating = time.monotonic()
         await self._evaluate("before", 0)
         say("training")
-        await self._train()
+        now = time.monotonic()
+        await self._train(training_s(now - self._began, now - evaluating, self._config.train.wall_s))
         newest = self._store.active_version(self._config.policy.name)
         version = newest.version if newest else 0
         say(f"evaluating version {version}")
@@ -81,7 +85,7 @@ class Demo:
         wall_s = time.monotonic() - self._began
         self._store.put_metrics(RUN_ID, TIMES, {"wall_s": wall_s, "cold_s": self._cold_s})
 
-    async def _train(self) -> None:
+    async def _train(self, wall_s: float) -> None:
         parts = training(self._config, sys.executable, RUN_ID, after=(), env=self._env)
         learn = self._supervise("train", parts)
         progress = asyncio.create_task(Progress(self._store, RUN_ID, self._states).run())
@@ -91,7 +95,7 @@ class Demo:
                 RUN_ID,
                 learn,
                 steps_max=self._config.learner.steps_max,
-                wall_s=self._config.train.wall_s,
+                wall_s=wall_s,
             )
             await self._beside(learn, work)
         finally:
@@ -147,6 +151,12 @@ class Demo:
 
     def _states(self) -> list[State]:
         return [supervisor.state() for supervisor in self.supervisors]
+
+
+def training_s(spent_s: float, evaluation_s: float, wall_s: float | None) -> float:
+    """How long training may last, so that an evaluation as long as the first ends in time too."""
+    left_s = max(LIMIT_S - spent_s - EVALUATION_MARGIN * evaluation_s, LIMIT_S / 10)
+    return left_s if wall_s is None else min(wall_s, left_s)
 
 
 def clear(out: Path) -> None:

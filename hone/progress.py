@@ -112,7 +112,8 @@ class Progress:
         self._shown, self._sentence = len(view.steps), kind
 
     def _view(self) -> View:
-        status = look(self._store, self._store.lineage(self._run_id).policy, self._supervisors())
+        policy = self._store.lineage(self._run_id).policy
+        status = look(self._store, policy, self._supervisors(), sums=False)
         counts = status.counts
         rollouts = sum(counts.rollouts.values()) if counts else 0
         elapsed = max(time.monotonic() - self._began, 1e-3)

@@ -1,4 +1,4 @@
-"""What `hone status` shows: the parts, the counts, and one sentence on what training waits for."""
+"""What `hone status` shows: the parts, the counts, what training waits for and how much is usable."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,6 +7,7 @@ import msgspec
 
 from capture.store import Counts, Store
 from capture.types import Balance, EngineVersion, StepRow, Version
+from hone.explain.usage import Usage, lines, usage
 from hone.state import PartStatus, State
 
 HEADLINE = ("reward_mean", "zero_variance_groups", "staleness_mean", "mismatch_max", "grad_norm")
@@ -35,15 +36,17 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     engines: list[EngineVersion] = []
     counts: Counts | None = None
     balance: Balance | None = None
+    usage: Usage | None = None  # None: nothing was sampled yet
 
 
-def look(store: Store | None, policy: str, supervisors: Sequence[State]) -> Status:
-    """Read the store once; without one, what the supervisors say."""
+def look(store: Store | None, policy: str, supervisors: Sequence[State], *, sums: bool = True) -> Status:
+    """Read the store once; without one, what the supervisors say. `sums`: over all calls too."""
     if store is None:
         return Status(waiting_for=waiting_for(supervisors, None, None), supervisors=list(supervisors))
     run_id = store.latest_run()
     run = run_view(store, run_id) if run_id else None
     counts = store.counts(run_id)
+    balance = store.balance(policy) if sums else None
     return Status(
         waiting_for=waiting_for(supervisors, run, counts),
         supervisors=list(supervisors),
@@ -53,7 +56,8 @@ def look(store: Store | None, policy: str, supervisors: Sequence[State]) -> Stat
         promoted=store.promoted_version(policy),
         engines=store.engine_versions(policy),
         counts=counts,
-        balance=store.balance(policy),
+        balance=balance,
+        usage=None if balance is None else usage(policy, balance, store.fate_counts(policy)),
     )
 
 
@@ -149,40 +153,38 @@ def _count(number: int, noun: str) -> str:
 
 def render(status: Status) -> str:
     """One screen of text."""
-    lines = [status.waiting_for, ""]
+    shown = [status.waiting_for]
     for state in status.supervisors:
-        lines.append(f"hone {state.kind} (pid {state.pid})")
+        shown += ["", f"hone {state.kind} (pid {state.pid})"]
         for part in state.parts:
             restarts = f"{_count(part.restarts, 'restart')}" if part.restarts else ""
-            lines.append(f"  {part.name:<10}{part.state:<10}{part.pid or '':<9}{restarts}".rstrip())
+            shown.append(f"  {part.name:<10}{part.state:<10}{part.pid or '':<9}{restarts}".rstrip())
     if status.run is not None:
-        lines += ["", *_run_lines(status, status.run)]
-    return "\n".join(lines).rstrip()
+        shown += ["", *_run_lines(status, status.run)]
+    if status.usage is not None:
+        shown += ["", status.usage.sentence, *lines(status.usage)]
+    if status.balance is not None and not status.balance.exact:
+        shown += ["", f"The tokens do not add up: {balance_line(status.balance)}"]
+    return "\n".join(shown).rstrip()
 
 
 def _run_lines(status: Status, run: RunView) -> list[str]:
     served = f"active v{status.active.version}" if status.active else "no active version"
     if status.promoted:
         served += f", promoted v{status.promoted.version}"
-    lines = [f"run {run.id}: step {run.step}, {status.policy} {served}"]
+    shown = [f"run {run.id}: step {run.step}, {status.policy} {served}"]
     newest: dict[str, EngineVersion] = {}
     for row in status.engines:
         if row.engine not in newest or row.at >= newest[row.engine].at:
             newest[row.engine] = row
-    lines += [f"  engine {name}: v{row.version} {row.state}" for name, row in sorted(newest.items())]
+    shown += [f"  engine {name}: v{row.version} {row.state}" for name, row in sorted(newest.items())]
     if status.counts is not None:
-        lines.append(f"  rollouts  {_listed(status.counts.rollouts)}")
-        lines.append(f"  groups    {_listed(status.counts.groups)}")
-        lines.append(f"  calls     {status.counts.calls}, {status.counts.failed_calls} failed")
-        if status.counts.drops:
-            lines.append(f"  drops     {_listed(status.counts.drops)}")
-        if status.counts.untrainable:
-            lines.append(f"  untrainable {_listed(status.counts.untrainable)}")
-    if status.balance is not None:
-        lines.append(f"  tokens    {balance_line(status.balance)}")
+        shown.append(f"  rollouts  {_listed(status.counts.rollouts)}")
+        shown.append(f"  groups    {_listed(status.counts.groups)}")
+        shown.append(f"  calls     {status.counts.calls}, {status.counts.failed_calls} failed")
     if run.last is not None:
-        lines.append(f"  last step {run.last.step} (v{run.last.version}): {_headline(run.last.metrics)}")
-    return lines
+        shown.append(f"  last step {run.last.step} (v{run.last.version}): {_headline(run.last.metrics)}")
+    return shown
 
 
 def _headline(metrics: Mapping[str, float]) -> str:

@@ -25,7 +25,7 @@ usage: hone VERB [options]
   demo      train the tic-tac-toe agent end to end and show what it learned
   status    one screen, and one sentence on what training waits for
   doctor    check this machine and the settings
-  rollouts  look at stored rollouts: ls, show
+  rollouts  look at stored rollouts: ls, show, explain
   adapters  look at the versions of the policy: ls
   proxy     run the proxy alone
   control   run control alone: ingest, seal, score, group
@@ -148,7 +148,9 @@ def test_reading_verbs_read_the_store(tmp_path: Path) -> None:
     listed = json.loads(hone("rollouts", "ls", "--json", "-c", TICTACTOE, **where).stdout)
     assert [(one["id"], one["scenario_id"]) for one in listed] == [("r_1", "s1")]
     assert hone("rollouts", "ls", "-c", TICTACTOE, **where).stdout.startswith("r_1  train   open")
-    assert hone("rollouts", "show", "r_1", "-c", TICTACTOE, **where).stdout.startswith("r_1: train, open, v0")
+    shown = hone("rollouts", "show", "r_1", "-c", TICTACTOE, **where).stdout.splitlines()
+    assert shown[0].startswith("Not yet: it is still open, with no call so far;")
+    assert shown[1].startswith("r_1: train, open, v0")
     versions = json.loads(hone("adapters", "ls", "--json", "-c", TICTACTOE, **where).stdout)["versions"]
     assert [(one["version"], one["state"]) for one in versions] == [(0, "active")]
 

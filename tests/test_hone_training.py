@@ -11,6 +11,7 @@ from capture.errors import ConfigError
 from capture.store import Store
 from capture.types import Rollout
 from hone.config import resolve
+from hone.demo import training_s
 from hone.parts import serving, training
 from hone.state import state_path
 from hone.supervisor import Part, Supervisor
@@ -171,3 +172,9 @@ def test_engines_given_by_url_are_not_started() -> None:
     serve = serving(config, "/py")
     assert [part.name for part in serve] == ["proxy", "control"]
     assert serve[0].ready_url == "http://127.0.0.1:8000/ready"
+
+
+def test_a_demonstration_leaves_time_for_its_last_evaluation() -> None:
+    assert training_s(spent_s=100, evaluation_s=50, wall_s=None) == 870 - 100 - 60
+    assert training_s(spent_s=100, evaluation_s=50, wall_s=300) == 300
+    assert training_s(spent_s=880, evaluation_s=500, wall_s=None) == 87

@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from capture.sqlite.calls import Calls
+from capture.sqlite.histories import Histories
 from capture.sqlite.scoring import Scoring
 from capture.sqlite.sums import Sums
 from capture.sqlite.training import Training
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
 __all__ = ["SqliteStore"]
 
 
-class SqliteStore(Calls, Scoring, Training, Sums):
+class SqliteStore(Calls, Scoring, Training, Histories, Sums):
     """`capture.store.Store` over SQLite in WAL mode with synchronous=FULL."""
 
 

@@ -8,7 +8,7 @@ from capture.errors import Conflict, NotFound, RewardFrozen
 from capture.sqlite.rollouts import COLUMNS, Rollouts, rollout_from, to_json
 from capture.types import CallFate, Group, Rollout
 
-_GROUP_COLUMNS = "id, run_id, scenario_id, size, state, created_at, closed_at, batch_id"
+GROUP_COLUMNS = "id, run_id, scenario_id, size, state, created_at, closed_at, batch_id"
 
 
 class Scoring(Rollouts):
@@ -109,14 +109,14 @@ class Scoring(Rollouts):
     # -- groups ------------------------------------------------------------------------------
 
     def open_groups(self, limit: int = 1000) -> list[Group]:
-        sql = f"SELECT {_GROUP_COLUMNS} FROM groups WHERE state = 'open' ORDER BY created_at, id LIMIT ?"
-        return [_group(row) for row in self._rows(sql, (limit,))]
+        sql = f"SELECT {GROUP_COLUMNS} FROM groups WHERE state = 'open' ORDER BY created_at, id LIMIT ?"
+        return [group_from(row) for row in self._rows(sql, (limit,))]
 
     def group(self, group_id: str) -> Group:
-        row = self._row(f"SELECT {_GROUP_COLUMNS} FROM groups WHERE id = ?", (group_id,))
+        row = self._row(f"SELECT {GROUP_COLUMNS} FROM groups WHERE id = ?", (group_id,))
         if row is None:
             raise NotFound(f"no group {group_id}")
-        return _group(row)
+        return group_from(row)
 
     def close_group(self, group_id: str, members: Sequence[str], drops: Mapping[str, str]) -> None:
         with self._write():
@@ -139,5 +139,6 @@ class Scoring(Rollouts):
             )
 
 
-def _group(row: tuple[Any, ...]) -> Group:
-    return Group(**dict(zip(_GROUP_COLUMNS.split(", "), row, strict=True)))
+def group_from(row: tuple[Any, ...]) -> Group:
+    """A row of the table `groups` as a Group."""
+    return Group(**dict(zip(GROUP_COLUMNS.split(", "), row, strict=True)))

@@ -5,7 +5,7 @@ from typing import Any
 from capture.reasons import SUPERSEDED
 from capture.sqlite.base import Base
 from capture.sqlite.invariants import INVARIANTS
-from capture.store import Counts
+from capture.store import Counts, FateCounts
 from capture.types import Balance
 
 _PENDING_STATES = "('open', 'sealed', 'ingested', 'scored', 'grouped', 'taken')"
@@ -80,6 +80,26 @@ class Sums(Base):
                     *args,
                 ),
             )
+
+    def fate_counts(self, policy: str) -> FateCounts:
+        with self._read():
+            out = self._sums(
+                "SELECT CASE mode WHEN 'train' THEN coalesce(drop_reason, 'pending') ELSE mode END AS fate, "
+                "count(*) FROM rollouts WHERE policy = ? AND state != 'trained' GROUP BY fate",
+                policy,
+            )
+            in_batches = self._sums(
+                "SELECT CASE WHEN trained_tokens > 0 THEN 'trained' WHEN zero_advantage_tokens > 0 "
+                "THEN 'zero_advantage' ELSE 'no_tokens' END AS fate, count(*) FROM ledger "
+                "JOIN rollouts ON rollouts.id = rollout_id WHERE policy = ? GROUP BY fate",
+                policy,
+            )
+            calls = self._sums(
+                "SELECT excluded, count(*) FROM calls WHERE excluded IS NOT NULL AND mode = 'train' "
+                "AND coalesce(policy, ?1) = ?1 GROUP BY excluded",
+                policy,
+            )
+        return FateCounts(out | in_batches, calls)
 
     def ledger_twice(self) -> int:
         found = self._value(

@@ -12,7 +12,7 @@ from capture.sqlite.rollouts import COLUMNS, from_json, rollout_from
 from capture.sqlite.versions import Versions
 from capture.types import Batch, Commit, Lineage, StepRow, Version
 
-_LINEAGE = "id, run_id, policy, start_version, head_version, step, checkpoint, ended"
+LINEAGE_COLUMNS = "id, run_id, policy, start_version, head_version, step, checkpoint, ended"
 
 
 class Training(Versions):
@@ -37,7 +37,7 @@ class Training(Versions):
             text = msgspec.json.encode(dict(settings)).decode()
             self._db.execute("INSERT INTO runs VALUES (?, ?, ?, ?, NULL)", (run_id, policy, text, now))
             self._db.execute(
-                f"INSERT INTO lineages ({_LINEAGE}) VALUES (?, ?, ?, ?, ?, 0, NULL, 0)",
+                f"INSERT INTO lineages ({LINEAGE_COLUMNS}) VALUES (?, ?, ?, ?, ?, 0, NULL, 0)",
                 (lineage, run_id, policy, start, start),
             )
             return self.lineage(run_id)
@@ -61,10 +61,10 @@ class Training(Versions):
         return settings
 
     def lineage(self, run_id: str) -> Lineage:
-        row = self._row(f"SELECT {_LINEAGE} FROM lineages WHERE run_id = ?", (run_id,))
+        row = self._row(f"SELECT {LINEAGE_COLUMNS} FROM lineages WHERE run_id = ?", (run_id,))
         if row is None:
             raise NotFound(f"no run {run_id}")
-        return Lineage(**dict(zip(_LINEAGE.split(", "), (*row[:-1], bool(row[-1])), strict=True)))
+        return lineage_from(row)
 
     def latest_run(self) -> str | None:
         found = self._value("SELECT id FROM runs ORDER BY created_at DESC, id DESC LIMIT 1")
@@ -305,3 +305,8 @@ class Training(Versions):
             "SELECT body FROM metrics WHERE run_id = ? AND kind = ? ORDER BY id", (run_id, kind)
         )
         return [from_json(row[0]) for row in rows]
+
+
+def lineage_from(row: tuple[Any, ...]) -> Lineage:
+    """A row of the table `lineages` as a Lineage."""
+    return Lineage(**dict(zip(LINEAGE_COLUMNS.split(", "), (*row[:-1], bool(row[-1])), strict=True)))

@@ -1,6 +1,6 @@
 """Write the scenario files: `train.jsonl`, `eval_random.jsonl`, `eval_optimal.jsonl`.
 
-    python scenarios.py [--train 1024] [--random 400] [--optimal 200] [--p-min 0.1] [--p-max 0.9]
+    python scenarios.py [--train 1024] [--random 400] [--optimal 200] [--band 0 0.4 --band 0.8 1]
 
 One scenario per line: `seed` decides the opponent's replies, `p` is its share of random moves.
 Every seed occurs once over all files.
@@ -8,12 +8,14 @@ Every seed occurs once over all files.
 
 import argparse
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TypedDict
 
 HERE = Path(__file__).parent
 GOLDEN = 0.6180339887498949
+Band = tuple[float, float]  # least and largest share of random moves
+BANDS: list[Band] = [(0.0, 0.4), (0.8, 1.0)]  # strong opponents teach to block, weak ones to win
 
 
 class Tags(TypedDict):
@@ -28,19 +30,25 @@ class Scenario(TypedDict):
     tags: Tags
 
 
-def train_set(count: int, p_min: float, p_max: float) -> list[Scenario]:
-    """Opponents of mixed strength: any run of scenarios covers `p_min`..`p_max` evenly."""
+def train_set(count: int, bands: Sequence[Band]) -> list[Scenario]:
+    """Opponents of mixed strength: any run of scenarios covers every band evenly."""
     return [
         {
             "id": f"train-{index:04}",
             "seed": index,
             # Pairs share p, so that each strength is met both as first and as second player.
-            "p": round(p_min + (p_max - p_min) * (index // 2 * GOLDEN % 1), 4),
+            "p": strength(index // 2, bands),
             "x_starts": index % 2 == 0,
             "tags": {"opponent": "mixed"},
         }
         for index in range(count)
     ]
+
+
+def strength(pair: int, bands: Sequence[Band]) -> float:
+    """The share of random moves of a pair: bands take turns, each walked through in golden steps."""
+    least, most = bands[pair % len(bands)]
+    return round(least + (most - least) * (pair // len(bands) * GOLDEN % 1), 4)
 
 
 def eval_set(opponent: str, p: float, count: int, first_seed: int) -> list[Scenario]:
@@ -68,10 +76,16 @@ def main() -> None:
     parser.add_argument("--train", type=int, default=1024, help="training scenarios")
     parser.add_argument("--random", type=int, default=400, help="evaluation scenarios with p = 1")
     parser.add_argument("--optimal", type=int, default=200, help="evaluation scenarios with p = 0")
-    parser.add_argument("--p-min", type=float, default=0.1, help="least share of random moves")
-    parser.add_argument("--p-max", type=float, default=0.9, help="largest share of random moves")
+    parser.add_argument(
+        "--band",
+        type=float,
+        nargs=2,
+        action="append",
+        metavar=("MIN", "MAX"),
+        help="least and largest share of random moves in training; bands share the scenarios",
+    )
     options = parser.parse_args()
-    write("train", train_set(options.train, options.p_min, options.p_max))
+    write("train", train_set(options.train, options.band or BANDS))
     write("eval_random", eval_set("random", 1.0, options.random, options.train))
     write("eval_optimal", eval_set("optimal", 0.0, options.optimal, options.train + options.random))
 

@@ -4,11 +4,13 @@ import argparse
 import asyncio
 import logging
 import os
+import shlex
 import signal
+import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -18,6 +20,9 @@ from capture.store import Store
 from hone.config import Config, load
 from hone.state import Kind, PartState, running, state_path
 from hone.supervisor import Part, Supervisor
+
+if TYPE_CHECKING:
+    from rich.text import Text
 
 DEFAULT_CONFIG = "hone.toml"
 
@@ -52,6 +57,30 @@ def print_json(value: Any) -> None:
     """One JSON document, indented."""
     sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(value)) + b"\n")
     sys.stdout.flush()
+
+
+def print_lines(lines: Iterable["Text"], *, pager: bool) -> None:
+    """Styled lines: in colour on a terminal unless `NO_COLOR` is set, plain text elsewhere.
+
+    With `pager`, what does not fit on the terminal goes to `$PAGER` (default: `less -FRX`).
+    """
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
+    text = Text("\n").join(lines)
+    command = shlex.split(os.environ.get("PAGER", "less"))
+    fits = text.plain.count("\n") + 1 < console.height
+    if not pager or not console.is_terminal or not sys.stdin.isatty() or fits or not command:
+        console.print(text)
+        return
+    with console.capture() as captured:
+        console.print(text)
+    environ = {"LESS": "-FRX", **os.environ}
+    try:
+        subprocess.run(command, input=captured.get().encode(), env=environ, check=False)
+    except FileNotFoundError:
+        console.print(text)
 
 
 def on_signals(stop: Callable[[], object]) -> None:

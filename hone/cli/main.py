@@ -13,7 +13,7 @@ VERBS = {
     "demo": "train the tic-tac-toe agent end to end and show what it learned",
     "status": "one screen, and one sentence on what training waits for",
     "doctor": "check this machine and the settings",
-    "rollouts": "look at stored rollouts: ls, show",
+    "rollouts": "look at stored rollouts: ls, show, explain",
     "adapters": "look at the versions of the policy: ls",
     "proxy": "run the proxy alone",
     "control": "run control alone: ingest, seal, score, group",
