@@ -1,6 +1,7 @@
 """Whatever a client makes of a conversation, it is recognised; what says something else is not it."""
 
 import json
+import time
 import uuid
 from typing import Any
 
@@ -185,3 +186,28 @@ def test_what_is_no_conversation_has_no_trail(messages: bytes) -> None:
 )
 def test_whatever_stands_in_a_message_is_hashed(message: dict[str, Any]) -> None:
     assert len(trail([message]).then(message_of({}))[0]) == replay.DIGEST_BYTES
+
+
+def hostile(one: str, count: int) -> bytes:
+    return b"[" + b",".join([one.encode()] * count) + b"]"
+
+
+PYTHON = json.dumps({"role": "assistant", "content": "Calling tools:\n[" + "1," * 16_000 + "]"})
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        hostile("{}", 5_000_000),
+        hostile('{"role":"assistant","tool_calls":[{}]}', 400_000),
+        hostile('{"role":"user","content":[' + "1," * 999_999 + "1]}", 7),
+        hostile(PYTHON, 400),
+        hostile('{"role":"assistant","content":"' + "Calling tools:\\n[]" * 9 + '"}', 49_000),
+        hostile('{"role":"assistant","tool_calls":[' + "{}," * 48 + "{}]}", 1000),
+        hostile('{"role":"assistant","content":"' + "x" * 10_000_000 + '</think>"}', 1),
+    ],
+)
+def test_nobody_can_hold_up_the_others(messages: bytes) -> None:
+    began = time.process_time()
+    replay.read(messages)
+    assert time.process_time() - began < 1.0
