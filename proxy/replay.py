@@ -70,8 +70,14 @@ class Trail:
         self._hash = hash
 
     def then(self, answer: Message) -> tuple[bytes, ...]:
-        """Digests that a call going on from this answer will have: its prefix, then its random ids."""
-        text, calls = _said(answer, _Budget())
+        """Digests that a call going on from this answer will have: its prefix, then its random ids.
+
+        There are none for an answer that could not be read in a request either.
+        """
+        try:
+            text, calls = _said(answer, _Budget())
+        except _BROKEN:
+            return ()
         hash = self._hash.copy()
         hash.update(_answer(text, calls))
         return (hash.digest(), *_random_ids(calls))
@@ -177,9 +183,9 @@ def _in_python(written: str, budget: _Budget) -> list[_Call] | None:
     budget.spend(len(written) + _PARSING)
     try:
         value = ast.literal_eval(written.strip())
-    except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
+        return [_call(one) for one in value] if isinstance(value, list) else None
+    except (*_BROKEN, SyntaxError, TypeError, MemoryError):
         return None
-    return [_call(one) for one in value] if isinstance(value, list) else None
 
 
 def _arguments(arguments: Any) -> str:

@@ -180,12 +180,19 @@ def test_what_is_no_conversation_has_no_trail(messages: bytes) -> None:
         {"role": "assistant", "function_call": {"name": "play", "arguments": "{"}},
         {"role": "assistant", "content": "Calling tools:\n" + "[" * 3000},
         {"role": "assistant", "content": "Calling tools:\n['a'('b')]"},
+        {"role": "assistant", "content": "Calling tools:\n[{(1, 2): 3}, 1j, ..., {1: '\\ud800'}]"},
         {"role": "user", "content": [None, {"type": "image_url", "image_url": {"url": "x"}}]},
         {},
     ],
 )
 def test_whatever_stands_in_a_message_is_hashed(message: dict[str, Any]) -> None:
     assert len(trail([message]).then(message_of({}))[0]) == replay.DIGEST_BYTES
+
+
+def test_an_answer_that_no_request_could_hold_leaves_nothing_behind() -> None:
+    answer = message_of({"content": "Calling tools:\n" + "x" * replay.PYTHON_CHARS_MAX})
+    assert trail([]).then(answer) == ()
+    assert replay.read(json.dumps([{"role": "assistant", "content": answer.content}]).encode()) is None
 
 
 def hostile(one: str, count: int) -> bytes:
