@@ -2,17 +2,24 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 from aiohttp import web
+from capture_makers import raw_call, rollout
 from proxy_world import COMPLETION, FakeUpstream, World, capture_settings, until, world
 from test_proxy_attribution import CHAT, KEYS, auth
 from test_proxy_relay import locked
 
+from capture.errors import NotFound
+from capture.frames import pack
+from capture.journal import Journal
+from capture.settings import Settings as JournalSettings
 from capture.sqlite import SqliteStore
+from capture.types import RawCall, Stitch
 from proxy.attribution import first_of
 
 ID = "chatcmpl-tool-0f4c4e2fe8a627625e040305d8291e67"
@@ -323,11 +330,81 @@ async def test_stitches_are_forgotten_after_a_time(tmp_path: Path) -> None:
         await until(lambda: hone.store._rows("SELECT count(*) FROM stitches") == [(0,)])
 
 
-def test_the_store_shares_what_two_rollouts_wrote(tmp_path: Path) -> None:
-    store = SqliteStore(tmp_path / "hone.db")
-    store.share_stitches([("k", b"d"), ("k", b"e")])
-    assert store.stitched([("k", b"d"), ("k", b"x"), ("other", b"d")]) == {("k", b"d"): None}
+# -- the store ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[SqliteStore]:
+    opened = SqliteStore(tmp_path / "store.sqlite")
+    yield opened
+    assert opened.verify() == []
+    opened.close()
+
+
+def commit(store: SqliteStore, record: RawCall, *digests: bytes) -> None:
+    stitches = {record.id: [Stitch(digest, record.rollout_id) for digest in digests]}
+    store.commit_calls(pack([record]), [record], [], stitches)
+
+
+def test_what_two_rollouts_wrote_is_shared_and_stays_so(store: SqliteStore) -> None:
+    one, two = store.open_rollout(rollout()).id, store.open_rollout(rollout()).id
+    commit(store, raw_call(one), b"d", b"e")
+    commit(store, raw_call(one), b"d")
+    asked = [("k", b"d"), ("k", b"e"), ("k", b"x"), ("other", b"d")]
+    assert store.stitched(asked) == {("k", b"d"): one, ("k", b"e"): one}
+    commit(store, raw_call(two), b"d")
+    assert store.stitched(asked) == {("k", b"d"): None, ("k", b"e"): one}
+    commit(store, raw_call(one), b"d")
+    assert store.stitched(asked) == {("k", b"d"): None, ("k", b"e"): one}
+    store.share_stitches([("k", b"e"), ("other", b"d")])
+    assert store.stitched(asked) == {("k", b"d"): None, ("k", b"e"): None, ("other", b"d"): None}
     assert store.stitched([]) == {}
     assert store.prune_stitches(60.0) == 0
-    assert store.prune_stitches(-1.0) == 2
-    store.close()
+    assert store.prune_stitches(-1.0) == 3
+    assert store.stitched(asked) == {}
+
+
+def test_a_call_that_is_committed_again_or_not_at_all_writes_nothing(store: SqliteStore) -> None:
+    one = store.open_rollout(rollout()).id
+    record = raw_call(one)
+    commit(store, record, b"d")
+    store.prune_stitches(-1.0)
+    commit(store, record, b"d")
+    with pytest.raises(NotFound):
+        commit(store, raw_call("r_nowhere"), b"e")
+    assert store.stitched([("k", b"d"), ("k", b"e")]) == {}
+
+
+def test_only_the_marked_repetition_of_a_lost_answer_takes_its_place(store: SqliteStore) -> None:
+    cases = {  # lost, body of the later call, its retry count -> whether it takes the digest over
+        (True, b"a", 1): True,
+        (True, b"a", 0): False,
+        (True, b"b", 1): False,
+        (False, b"a", 1): False,
+    }
+    for n, ((lost, body, count), expected) in enumerate(cases.items()):
+        first, second = store.open_rollout(rollout()).id, store.open_rollout(rollout()).id
+        digest = bytes([n])
+        record = raw_call(first, body_hash=b"a")
+        commit(store, record, digest)
+        if lost:
+            store.mark_undelivered([record.id])
+        commit(store, raw_call(second, body_hash=body, retry_count=count), digest)
+        assert store.stitched([("k", digest)]) == {("k", digest): second if expected else None}
+
+
+async def test_the_journal_keeps_each_calls_stitches_with_it(store: SqliteStore, tmp_path: Path) -> None:
+    own = SqliteStore(tmp_path / "store.sqlite")
+    journal = Journal(own, JournalSettings())
+    journal.start()
+    ids = [store.open_rollout(rollout()).id for _ in range(5)]
+    calls = [raw_call(id) for id in [*ids, "r_nowhere"]]
+    found = await asyncio.gather(
+        *(journal.commit(raw, None, [Stitch(raw.id.encode(), raw.rollout_id)]) for raw in calls),
+        return_exceptions=True,
+    )
+    assert [type(one) for one in found] == [type(None)] * 5 + [NotFound]
+    known = store.stitched([("k", raw.id.encode()) for raw in calls])
+    assert known == {("k", raw.id.encode()): raw.rollout_id for raw in calls[:5]}
+    await journal.close()
+    own.close()
