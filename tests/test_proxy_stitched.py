@@ -376,20 +376,24 @@ def test_a_call_that_is_committed_again_or_not_at_all_writes_nothing(store: Sqli
 
 
 def test_only_the_marked_repetition_of_a_lost_answer_takes_its_place(store: SqliteStore) -> None:
-    cases = {  # lost, body of the later call, its retry count -> whether it takes the digest over
-        (True, b"a", 1): True,
-        (True, b"a", 0): False,
-        (True, b"b", 1): False,
-        (False, b"a", 1): False,
+    cases = {  # lost, body of the later call, its retry count, its key -> whether it takes the digest over
+        (True, b"a", 1, None): True,
+        (True, b"a", 0, None): False,
+        (True, b"b", 1, None): False,
+        (False, b"a", 1, None): False,
+        (True, b"a", 0, "one"): True,
+        (True, b"a", 0, "two"): False,
+        (True, b"b", 0, "one"): False,
+        (False, b"a", 0, "one"): False,
     }
-    for n, ((lost, body, count), expected) in enumerate(cases.items()):
+    for n, ((lost, body, count, key), expected) in enumerate(cases.items()):
         first, second = store.open_rollout(rollout()).id, store.open_rollout(rollout()).id
         digest = bytes([n])
-        record = raw_call(first, body_hash=b"a")
+        record = raw_call(first, body_hash=b"a", idempotency_key="one")
         commit(store, record, digest)
         if lost:
             store.mark_undelivered([record.id])
-        commit(store, raw_call(second, body_hash=body, retry_count=count), digest)
+        commit(store, raw_call(second, body_hash=body, retry_count=count, idempotency_key=key), digest)
         assert store.stitched([("k", digest)]) == {("k", digest): second if expected else None}
 
 
