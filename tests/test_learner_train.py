@@ -345,7 +345,7 @@ def test_it_finds_the_best_arm(base: Path, tmp_path: Path) -> None:
 
 
 def test_a_penalty_holds_it_back(base: Path, tmp_path: Path) -> None:
-    """The best policy for E[reward] - b KL(π | ref) is ref · exp(reward / b) / Z: far from certain for b = 1."""
+    """The best policy for E[reward] - b KL(π | ref) is ref · exp(reward / b) / Z: not certain for b = 1."""
     world, chances = bandit(base, tmp_path, steps_max=15, lr=0.03, kl_coef=1.0)
     tilted = chances[0] * math.e
     best = tilted / (tilted + 1 - chances[0])
