@@ -156,8 +156,8 @@ class Store(Protocol):
     def open_rollout(self, rollout: Rollout, *, group_size: int | None = None) -> Rollout:
         """Insert, and its group where `group_id` is new. Pins `policy_version` if it is None and
         mode is train (active version) or eval (active version). `Conflict` if the id exists, the
-        group is closed or (train) the run has ended. A train rollout that names a group and no run
-        joins the policy's live run."""
+        group is closed or (train) the run has ended; `NotFound` if the group is another key's. A
+        train rollout that names a group and no run joins the policy's live run."""
 
     def session_rollout(self, key_id: str, session: str, fresh: Rollout) -> Rollout:
         """The open observe rollout of that session, or `fresh` inserted."""
@@ -214,9 +214,9 @@ class Store(Protocol):
         nobody opened (`new`, ignored where they exist) and the records' stitches (by call id),
         in one durable transaction. A record whose rollout is past `open` gets `late`."""
 
-    def stitched(self, key_id: str, digests: Sequence[bytes]) -> dict[bytes, str | None]:
-        """The rollout whose call wrote a digest under this key; None if calls of several rollouts
-        did, which stays so. Digests that nobody wrote are left out. At most 100 at once."""
+    def stitched(self, stitches: Sequence[tuple[str, bytes]]) -> dict[tuple[str, bytes], str | None]:
+        """For each `(key id, digest)` the rollout that was written with it; None if several were,
+        which stays so. What nobody wrote is left out."""
 
     def share_stitches(self, stitches: Sequence[tuple[str, bytes]]) -> None:
         """Mark `(key id, digest)` as written by calls of several rollouts."""

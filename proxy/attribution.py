@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from capture.errors import NotFound
+from capture.errors import NotFound, StoreError
 from capture.ids import new_id
 from capture.types import Attribution, Rollout, Stitch
 from proxy import replay
@@ -19,7 +19,7 @@ from proxy.keys import ROLLOUT_KEY, Caller, bearer, identify, opens, rollout_of
 from proxy.refusal import Refused
 from proxy.replay import Trail
 from proxy.settings import Key
-from proxy.stitch import UNKNOWN, UNREADABLE, Apart, Stitched
+from proxy.stitch import STORE, UNKNOWN, UNREADABLE, Apart, Stitched
 from proxy.stitches import Stitches
 
 VALUE_CHARS_MAX = 256  # of an id in a header
@@ -172,15 +172,18 @@ class Attributor:
 
     async def _stitched(self, caller: Caller, headers: Mapping[str, str], trail: Trail | None) -> Found:
         """By the conversation that the call goes on with; in doubt a rollout of its own."""
-        place = Apart(UNREADABLE) if trail is None else await self._stitches.find(caller.key_id, trail)
-        if isinstance(place, Stitched):
-            try:
+        place: Stitched | Apart = Apart(UNREADABLE)
+        try:
+            if trail is not None:
+                place = await self._stitches.find(caller.key_id, trail)
+            if isinstance(place, Stitched):
                 head = await self._heads.get(place.rollout_id)
-            except NotFound:
-                place = Apart(UNKNOWN)
-            else:
                 found = Found(head=head, attribution="stitched", reason=place.reason, trail=trail)
                 return await self._usable(caller, head, headers, found)
+        except NotFound:
+            place = Apart(UNKNOWN)
+        except StoreError:  # served all the same, as observed calls are when they cannot be captured
+            place = Apart(STORE)
         head = self._heads.add(fresh(caller, headers))
         return Found(head=head, attribution="headless", reason=place.reason, opened=True, trail=trail)
 

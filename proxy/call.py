@@ -54,8 +54,8 @@ class Call:
         attribution: Attribution,
         target: Target,
         retry_count: int,
-        trail: Trail | None = None,
         idempotency_key: str | None,
+        trail: Trail | None = None,
     ) -> None:
         self.id = new_id("c")
         self.started_at = time.time()
@@ -67,9 +67,9 @@ class Call:
         self.attribution = attribution
         self.target = target
         self.retry_count = retry_count
+        self.idempotency_key = idempotency_key
         self.trail = trail  # of a call that named no rollout
         self.answers: Callable[[], list[Message]] = list  # what was answered so far, where there is a trail
-        self.idempotency_key = idempotency_key
         self.alias: str | None = None  # what to put into `model` of the answer; None: leave it whole
         self.changed: dict[str, Any] = {}
         self.conversation: Conversation | None = None  # of a training call whose prompt may be made of ids

@@ -96,7 +96,7 @@ CATALOGUE = (
         "counter",
         ("attribution", "reason"),
         "Model calls by how their rollout was found: path, key, header (reason named), stitched "
-        "(tool_call, prefix) or headless (no_history, unknown, ambiguous, unreadable).",
+        "(tool_call, prefix) or headless (no_history, unknown, ambiguous, unreadable, store).",
     ),
     Metric("hone_engines_healthy", "gauge", (), "Engines that answered their last health check."),
     Metric("hone_active_version", "gauge", (), "Version that new training rollouts use."),

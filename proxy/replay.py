@@ -18,10 +18,13 @@ from typing import Any
 import msgspec
 
 DIGEST_BYTES = 16
-_PYTHON_CHARS_MAX = 1 << 16  # of tool calls that are written as Python
+OBJECTS_MAX = 50_000  # braces in the messages of a request, and
+VALUES_MAX = 500_000  # commas: more would hold up everybody else
+PYTHON_CHARS_MAX = 1 << 16  # of tool calls written as Python, in all messages of a request
 _CALLING = "Calling tools:\n"  # smolagents' heading above them
 _WRITTEN_MAX = 4  # such lists under one another
-_OWN_CALL = "python_interpreter"  # what smolagents calls the code that it found in a text
+_PARSING = 32  # what one such list costs however short, in characters
+_OWN_CALL = re.compile(r"\[\{'id': '[^']*', 'type': 'function', 'function': \{'name': 'python_interpreter', ")
 _THINKING_ENDS = "</think>"
 _BROKEN = (msgspec.MsgspecError, ValueError, RecursionError)
 _UUID = r"[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}"
@@ -51,11 +54,12 @@ class Trail:
     def __init__(self, messages: Sequence[Message]) -> None:
         last = max((n for n, one in enumerate(messages) if one.role == "assistant"), default=-1)
         hash = hashlib.blake2b(digest_size=DIGEST_BYTES)
+        budget = _Budget()
         self.prefix: bytes | None = None
         answered: list[list[_Call]] = []
         for n, message in enumerate(messages):
             if message.role == "assistant":
-                text, calls = _said(message)
+                text, calls = _said(message, budget)
                 hash.update(_answer(text, calls))
                 answered.append(calls)
             elif message.role not in ("system", "developer"):
@@ -66,15 +70,25 @@ class Trail:
         self._hash = hash
 
     def then(self, answer: Message) -> tuple[bytes, ...]:
-        """Digests that a call going on from this answer will have: its prefix, then its random ids."""
-        text, calls = _said(answer)
+        """Digests that a call going on from this answer will have: its prefix, then its random ids.
+
+        There are none for an answer that could not be read in a request either.
+        """
+        try:
+            text, calls = _said(answer, _Budget())
+        except _BROKEN:
+            return ()
         hash = self._hash.copy()
         hash.update(_answer(text, calls))
         return (hash.digest(), *_random_ids(calls))
 
 
 def read(messages: bytes) -> Trail | None:
-    """The trail of a request's `messages` as JSON; None if they are not what a chat consists of."""
+    """The trail of a request's `messages` as JSON; None if they are not what a chat consists of, or far
+    too many."""
+    messages = bytes(messages)
+    if messages.count(b"{") > OBJECTS_MAX or messages.count(b",") > VALUES_MAX:
+        return None
     try:
         return Trail(_MESSAGES.decode(messages))
     except _BROKEN:
@@ -104,32 +118,45 @@ class _Call(msgspec.Struct, frozen=True):
     id: str
 
 
-def _said(message: Message) -> tuple[str, list[_Call]]:
+class _Budget:
+    """How much Python a request may still make us read."""
+
+    def __init__(self) -> None:
+        self._left = PYTHON_CHARS_MAX
+
+    def spend(self, chars: int) -> None:
+        self._left -= chars
+        if self._left < 0:
+            raise ValueError("too many tool calls are written as Python")
+
+
+def _said(message: Message, budget: _Budget) -> tuple[str, list[_Call]]:
     """An assistant's text and tool calls, wherever the client put them."""
     text = _text(message.content)
     calls = [_call(one) for one in message.tool_calls] if isinstance(message.tool_calls, list) else []
     if isinstance(message.function_call, dict):
         calls.append(_call({"function": message.function_call}))
     if not calls:
-        text, calls = _written(text)
+        text, calls = _written(text, budget)
     if _THINKING_ENDS in text:
         text = text.rpartition(_THINKING_ENDS)[2].lstrip()
     return text, calls
 
 
-def _written(text: str) -> tuple[str, list[_Call]]:
-    """A text without the tool calls that a client wrote under it, and those calls.
+def _written(text: str, budget: _Budget) -> tuple[str, list[_Call]]:
+    """A text without the tool calls that smolagents wrote under it, and those calls.
 
-    The lowest list counts: what stands above it is the model's own text, whatever it looks like.
+    Where it made one call of the code that it found in the text, there is none. Else the lowest list
+    counts: what stands above it is the model's own text, whatever it looks like.
     """
     for _ in range(_WRITTEN_MAX):
         before, heading, written = text.rpartition(_CALLING)
-        found = _in_python(written) if heading else None
-        if found is None:
+        if not heading:
             break
+        if not _OWN_CALL.match(written):
+            calls = _in_python(written, budget)
+            return (text, []) if calls is None else (before.rstrip(), calls)
         text = before.rstrip()
-        if calls := [call for call in found if call.said[0] != _OWN_CALL]:
-            return text, calls
     return text, []
 
 
@@ -156,15 +183,14 @@ def _call(call: Any) -> _Call:
     return _Call((str(function.get("name")), _arguments(function.get("arguments"))), id)
 
 
-def _in_python(written: str) -> list[_Call] | None:
+def _in_python(written: str, budget: _Budget) -> list[_Call] | None:
     """Tool calls from Python's way of writing a list; None if it is not one."""
-    if len(written) > _PYTHON_CHARS_MAX:
-        return None
+    budget.spend(len(written) + _PARSING)
     try:
         value = ast.literal_eval(written.strip())
-    except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
+        return [_call(one) for one in value] if isinstance(value, list) else None
+    except (*_BROKEN, SyntaxError, TypeError, MemoryError):
         return None
-    return [_call(one) for one in value] if isinstance(value, list) else None
 
 
 def _arguments(arguments: Any) -> str:

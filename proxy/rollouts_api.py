@@ -104,6 +104,8 @@ class RolloutsApi:
             )
         except Conflict as error:
             raise Refused(409, "conflict", str(error), retry=False) from None
+        except NotFound as error:
+            raise Refused(404, "group_not_found", str(error), param="group_id") from None
         self._heads.update(rollout)
         self._metrics.opened.labels("api").inc()
         opened = Opened(

@@ -19,6 +19,7 @@ NO_HISTORY: Final = "no_history"
 UNKNOWN: Final = "unknown"
 AMBIGUOUS: Final = "ambiguous"
 UNREADABLE: Final = "unreadable"
+STORE: Final = "store"
 
 REASONS: Final[dict[str, str]] = {
     TOOL_CALL: "It replays a tool call id that only this rollout was given.",
@@ -27,6 +28,7 @@ REASONS: Final[dict[str, str]] = {
     UNKNOWN: "It goes on from an answer that was not given under this key.",
     AMBIGUOUS: "It goes on from an answer that several rollouts were given.",
     UNREADABLE: "Its messages are not those of a chat.",
+    STORE: "The store could not say what it goes on from.",
 }
 """Why a call that named no rollout went where it went -> sentence."""
 

@@ -1,6 +1,7 @@
 """Whatever a client makes of a conversation, it is recognised; what says something else is not it."""
 
 import json
+import time
 import uuid
 from typing import Any
 
@@ -179,9 +180,41 @@ def test_what_is_no_conversation_has_no_trail(messages: bytes) -> None:
         {"role": "assistant", "function_call": {"name": "play", "arguments": "{"}},
         {"role": "assistant", "content": "Calling tools:\n" + "[" * 3000},
         {"role": "assistant", "content": "Calling tools:\n['a'('b')]"},
+        {"role": "assistant", "content": "Calling tools:\n[{(1, 2): 3}, 1j, ..., {1: '\\ud800'}]"},
         {"role": "user", "content": [None, {"type": "image_url", "image_url": {"url": "x"}}]},
         {},
     ],
 )
 def test_whatever_stands_in_a_message_is_hashed(message: dict[str, Any]) -> None:
     assert len(trail([message]).then(message_of({}))[0]) == replay.DIGEST_BYTES
+
+
+def test_an_answer_that_no_request_could_hold_leaves_nothing_behind() -> None:
+    answer = message_of({"content": "Calling tools:\n" + "x" * replay.PYTHON_CHARS_MAX})
+    assert trail([]).then(answer) == ()
+    assert replay.read(json.dumps([{"role": "assistant", "content": answer.content}]).encode()) is None
+
+
+def hostile(one: str, count: int) -> bytes:
+    return b"[" + b",".join([one.encode()] * count) + b"]"
+
+
+PYTHON = json.dumps({"role": "assistant", "content": "Calling tools:\n[" + "1," * 16_000 + "]"})
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        hostile("{}", 5_000_000),
+        hostile('{"role":"assistant","tool_calls":[{}]}', 400_000),
+        hostile('{"role":"user","content":[' + "1," * 999_999 + "1]}", 7),
+        hostile(PYTHON, 400),
+        hostile('{"role":"assistant","content":"' + "Calling tools:\\n[]" * 9 + '"}', 49_000),
+        hostile('{"role":"assistant","tool_calls":[' + "{}," * 48 + "{}]}", 1000),
+        hostile('{"role":"assistant","content":"' + "x" * 10_000_000 + '</think>"}', 1),
+    ],
+)
+def test_nobody_can_hold_up_the_others(messages: bytes) -> None:
+    began = time.process_time()
+    replay.read(messages)
+    assert time.process_time() - began < 1.0

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 from hypothesis import HealthCheck, event, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from replaying_clients import CLIENTS, TOOL_CLIENTS
 
 from capture.frames import pack
@@ -33,6 +33,8 @@ from proxy.storage import Storage
 
 KEYS = [Caller(key_id=name, scopes=frozenset({"infer"})) for name in ("ann", "bob")]
 PROXIES = (0, 1)
+SAYS = st.sampled_from(["a", " a\n", "b"]) | st.integers(0, 1)
+MORE = st.sampled_from(["on", "else"])
 
 
 class Agent:
@@ -84,6 +86,7 @@ class Strangers(RuleBasedStateMachine):
         self.gave: dict[tuple[str, str], str] = {}  # (key, random tool call id) -> root rollout
 
     def teardown(self) -> None:
+        assert self.store.verify() == []
         for _, storage in self.proxies:
             self.runner.run(storage.close())
         self.store.close()
@@ -96,10 +99,10 @@ class Strangers(RuleBasedStateMachine):
 
     # -- agents ----------------------------------------------------------------------------------
 
-    @initialize(clients=st.lists(st.sampled_from(sorted(CLIENTS)), min_size=2, max_size=3))
+    @initialize(clients=st.lists(st.sampled_from(sorted(CLIENTS)), min_size=3, max_size=3))
     def begin(self, clients: list[str]) -> None:
-        for client in clients:
-            self.arrive(KEYS[0], client, False, 0)
+        for n, client in enumerate(clients):
+            self.arrive(KEYS[0], client, n == 2, 0)
 
     @rule(
         caller=st.sampled_from([KEYS[0], KEYS[0], KEYS[0], KEYS[1]]),
@@ -118,7 +121,7 @@ class Strangers(RuleBasedStateMachine):
         """The next call of an agent, also while an earlier one of it is on its way."""
         self._call(data.draw(st.sampled_from(self.agents)), proxy)
 
-    @rule(data=st.data(), more=st.sampled_from(["on", "else"]))
+    @rule(data=st.data(), more=MORE)
     def go_back(self, data: st.DataObject, more: str) -> None:
         """An agent takes up an earlier point of its conversation again."""
         agent = data.draw(st.sampled_from(self.agents))
@@ -132,13 +135,29 @@ class Strangers(RuleBasedStateMachine):
     @precondition(lambda self: self.pending)
     @rule(
         data=st.data(),
-        says=st.sampled_from(["a", " a\n", "b"]) | st.integers(0, 1),
+        says=SAYS,
         streamed=st.booleans(),
-        more=st.sampled_from(["on", "else"]),
+        more=MORE,
     )
     def answer(self, data: st.DataObject, says: str | int, streamed: bool, more: str) -> None:
-        pending, given = self._commit(data, says, 200, streamed)
+        pending = data.draw(st.sampled_from(self.pending))
+        given = self._commit(pending, says, 200, streamed)
         pending.agent.turns = [*pending.turns, {"answer": given}, _next(given, more)]
+
+    @rule(
+        data=st.data(),
+        proxies=st.lists(st.sampled_from(PROXIES), min_size=1, max_size=4),
+        says=SAYS,
+        more=MORE,
+    )
+    def converse(self, data: st.DataObject, proxies: list[int], says: str | int, more: str) -> None:
+        """Some turns of one agent, one after the other."""
+        agent = data.draw(st.sampled_from(self.agents))
+        for proxy in proxies:
+            self._call(agent, proxy)
+            turns = agent.turns
+            given = self._commit(self.pending[-1], says, 200, False)
+            agent.turns = [*turns, {"answer": given}, _next(given, more)]
 
     @precondition(lambda self: self.pending)
     @rule(
@@ -146,7 +165,8 @@ class Strangers(RuleBasedStateMachine):
     )
     def lose_the_answer(self, data: st.DataObject, says: str, marked: bool, proxy: int) -> None:
         """It was durable, and did not arrive: the client asks again, and says so or not."""
-        pending, _ = self._commit(data, says, 200, False)
+        pending = data.draw(st.sampled_from(self.pending))
+        self._commit(pending, says, 200, False)
         self.store.mark_undelivered([self.last.id])
         for given in self.given.values():
             given.undelivered |= given.last.id == self.last.id
@@ -155,7 +175,8 @@ class Strangers(RuleBasedStateMachine):
     @precondition(lambda self: self.pending)
     @rule(data=st.data(), marked=st.booleans(), proxy=st.sampled_from(PROXIES))
     def fail(self, data: st.DataObject, marked: bool, proxy: int) -> None:
-        pending, _ = self._commit(data, None, 502, False)
+        pending = data.draw(st.sampled_from(self.pending))
+        self._commit(pending, None, 502, False)
         self._again(pending, marked, proxy)
 
     @rule(proxy=st.sampled_from(PROXIES), data=st.data())
@@ -172,10 +193,6 @@ class Strangers(RuleBasedStateMachine):
         found = self.store.rollouts(states=["open"])
         if found:
             self.store.seal_rollout(data.draw(st.sampled_from(found)).id, "completed")
-
-    @invariant()
-    def the_store_is_sound(self) -> None:
-        assert self.store.verify() == []
 
     # -- what every call goes through --------------------------------------------------------------
 
@@ -236,10 +253,9 @@ class Strangers(RuleBasedStateMachine):
         return (PREFIX, next(iter(given.rollouts))) if len(given.rollouts) == 1 else (AMBIGUOUS, None)
 
     def _commit(
-        self, data: st.DataObject, says: str | int | None, status: int, streamed: bool
-    ) -> tuple[Pending, dict[str, Any]]:
-        """Some call of those on their way gets its answer, and becomes durable."""
-        pending = data.draw(st.sampled_from(self.pending))
+        self, pending: Pending, says: str | int | None, status: int, streamed: bool
+    ) -> dict[str, Any]:
+        """A call on its way gets its answer, and becomes durable."""
         self.pending.remove(pending)
         agent, head, trail = pending.agent, pending.found.head, pending.found.trail
         assert trail is not None
@@ -260,7 +276,7 @@ class Strangers(RuleBasedStateMachine):
         head.end(captured=True)
         if status == 200:
             self._note(agent, raw, [*pending.turns, {"answer": answer}])
-        return pending, answer
+        return answer
 
     def _raw(self, pending: Pending, status: int) -> RawCall:
         return RawCall(

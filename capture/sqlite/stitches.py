@@ -6,6 +6,7 @@ from capture.sqlite.base import Base
 from capture.types import RawCall, Stitch
 
 PRUNED_AT_ONCE = 5000
+_FIND = "SELECT rollout_id FROM stitches WHERE key_id = ? AND digest = ?"
 _WRITE = (
     "INSERT INTO stitches VALUES (?, ?, ?, ?, ?) ON CONFLICT (key_id, digest) DO UPDATE SET "
     "rollout_id = CASE WHEN rollout_id = excluded.rollout_id THEN rollout_id END, "
@@ -14,21 +15,17 @@ _WRITE = (
 _SUPERSEDE = (
     "DELETE FROM stitches WHERE key_id = ? AND digest = ? AND rollout_id IS NOT NULL AND EXISTS "
     "(SELECT 1 FROM calls WHERE calls.id = stitches.call_id "
-    "AND body_hash = ? AND retry_count < ? AND undelivered = 1)"
+    "AND body_hash = ? AND (retry_count < ? OR idempotency_key = ?) AND undelivered = 1)"
 )
 
 
 class Stitches(Base):
     """The methods of `capture.store.Store` for stitches."""
 
-    def stitched(self, key_id: str, digests: Sequence[bytes]) -> dict[bytes, str | None]:
-        marks = ", ".join("?" * len(digests))
-        return dict(
-            self._rows(
-                f"SELECT digest, rollout_id FROM stitches WHERE key_id = ? AND digest IN ({marks})",
-                (key_id, *digests),
-            )
-        )
+    def stitched(self, stitches: Sequence[tuple[str, bytes]]) -> dict[tuple[str, bytes], str | None]:
+        with self._read():
+            rows = ((one, self._row(_FIND, one)) for one in stitches)
+            return {one: row[0] for one, row in rows if row is not None}
 
     def share_stitches(self, stitches: Sequence[tuple[str, bytes]]) -> None:
         now = self.now()
@@ -53,11 +50,9 @@ class Stitches(Base):
         now = self.now()
         for record in records:
             key_id, found = record.key_id, stitches.get(record.id, ())
-            if record.retry_count:
-                self._db.executemany(
-                    _SUPERSEDE,
-                    [(key_id, one.digest, record.body_hash, record.retry_count) for one in found],
-                )
+            if record.retry_count or record.idempotency_key:
+                sent = record.body_hash, record.retry_count, record.idempotency_key
+                self._db.executemany(_SUPERSEDE, [(key_id, one.digest, *sent) for one in found])
             self._db.executemany(
                 _WRITE, [(key_id, one.digest, one.rollout_id, record.id, now) for one in found]
             )
