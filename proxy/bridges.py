@@ -24,23 +24,21 @@ from proxy.continuity import (
     EXACT,
     FAITHFUL,
     IGNORED,
-    PROBES,
     PROMPT_FIELDS,
     STRIPPED,
     UNKNOWN,
     UNRENDERED,
     UNSUPPORTED,
     Onward,
-    Template,
     Unproven,
     bridge,
-    learn,
     without_thought,
 )
 from proxy.dialects import chat
 from proxy.dialects.chat import FALSE, TRUE, Fields
 from proxy.engines import Engine
 from proxy.metrics import Metrics
+from proxy.template import PROBES, Template, learn
 from proxy.tips import Tips, completion_of
 from proxy.upstream import Upstream
 

@@ -12,20 +12,18 @@ from toy_engine import END, START, render, sampled, spelled
 from capture.completion import Completion
 from capture.tokens import unpacked
 from proxy.continuity import (
-    PROBES,
     REWRITTEN,
     TOO_LONG,
     UNENDED,
     Conversation,
-    Template,
     Unproven,
     bridge,
-    learn,
     read,
     tip_of,
     without_thought,
 )
 from proxy.dialects import chat
+from proxy.template import PROBES, Template, learn
 
 SYSTEM = {"role": "system", "content": "Play."}
 USER = {"role": "user", "content": " 3.14  "}

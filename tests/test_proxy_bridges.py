@@ -20,7 +20,6 @@ from proxy.continuity import (
     EXACT,
     FAITHFUL,
     OUTCOMES,
-    PROBES,
     REWRITTEN,
     STRIPPED,
     TOO_LONG,
@@ -30,6 +29,7 @@ from proxy.continuity import (
     UNSUPPORTED,
 )
 from proxy.metrics import CATALOGUE
+from proxy.template import PROBES
 
 CHAT = "/v1/chat/completions"
 SYSTEM = {"role": "system", "content": "Talk."}
