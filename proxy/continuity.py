@@ -18,7 +18,7 @@ from msgspec import Raw
 from capture.completion import Completion
 from capture.tokens import packed
 from proxy.dialects.chat import FALSE, NULL, TRUE, Fields
-from proxy.replay import DIGEST_BYTES, Message, form, message_of
+from proxy.replay import BROKEN, DIGEST_BYTES, Budget, Message, form, is_sane, message_of
 from proxy.template import Ids, Template
 
 FAITHFUL: Final = "faithful"
@@ -59,7 +59,6 @@ PROMPT_FIELDS: Final[tuple[str, ...]] = (
     "reasoning_effort",
 )
 _THINKING_ENDS = "</think>"
-_BROKEN = (msgspec.MsgspecError, ValueError, RecursionError)
 
 
 class Unproven(Exception):
@@ -100,19 +99,23 @@ class Conversation:
         self._hash = hashlib.blake2b(context, digest_size=DIGEST_BYTES)
         self.digests: list[bytes] = []
         self.answers: list[int] = []
+        budget = Budget()
         for place, message in enumerate(messages):
             if message.role == "assistant":
                 self.answers.append(place)
-                self._hash.update(form(message))
+                self._hash.update(form(message, budget))
             else:
                 said = (message.role, _text(message.content), message.tool_call_id, message.name)
                 self._hash.update(_encode(said))
             self.digests.append(self._hash.digest())
 
-    def then(self, answer: Mapping[str, Any]) -> bytes:
-        """The digest at this answer in whatever goes on from it."""
+    def then(self, answer: Mapping[str, Any]) -> bytes | None:
+        """The digest at this answer in whatever goes on from it; None if it could not be read there."""
         hash = self._hash.copy()
-        hash.update(form(message_of(answer)))
+        try:
+            hash.update(form(message_of(answer), Budget()))
+        except BROKEN:
+            return None
         return hash.digest()
 
     def messages(self) -> list[Raw]:
@@ -130,13 +133,15 @@ def read(fields: Fields) -> Conversation | None:
         return None
     if fields.get("add_generation_prompt", TRUE) not in (TRUE, NULL):
         return None
+    if not is_sane(bytes(fields["messages"])):
+        return None
     context = b"\0".join(bytes(fields[name]) if name in fields else b"" for name in PROMPT_FIELDS)
     try:
         messages = _MESSAGES.decode(fields["messages"])
         if not all(_is_text(message.content) for message in messages):
             return None
         return Conversation(fields["messages"], messages, context)
-    except _BROKEN:
+    except BROKEN:
         return None
 
 

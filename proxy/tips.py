@@ -6,7 +6,6 @@ the store's frames; those of a rollout whose frames are gone are gone with them.
 
 from collections import OrderedDict
 
-import msgspec
 from msgspec import Raw
 
 from capture.completion import Completion, read_body, read_stream
@@ -14,10 +13,10 @@ from capture.types import RawCall
 from proxy.continuity import Conversation, Tip, read, tip_of
 from proxy.dialects import chat
 from proxy.refusal import Refused
+from proxy.replay import BROKEN
 from proxy.storage import Storage
 
 CALLS_READ_MAX = 64  # newest calls of a rollout that are looked at
-_BROKEN = (msgspec.MsgspecError, ValueError, RecursionError)
 _CALL_BYTES = 500  # about what a call weighs beside its ids
 
 
@@ -65,7 +64,9 @@ class Tips:
         tip = tip_of(call_id, completion, None if found is None else found[1])
         self._note(rollout_id, call_id, 0 if tip is None else len(tip.rest) + len(tip.thought or b""))
         if tip is not None and completion.message is not None:
-            self._rollouts[rollout_id].tips[conversation.then(completion.message)] = tip
+            digest = conversation.then(completion.message)
+            if digest is not None:
+                self._rollouts[rollout_id].tips[digest] = tip
 
     def _note(self, rollout_id: str, call_id: str, size: int) -> None:
         """A call is known, with so many bytes of its own."""
@@ -103,6 +104,6 @@ def completion_of(body: bytes, stream: bool) -> Completion | None:
     """What an engine's answer says; None if it is not one whole completion of one choice."""
     try:
         found = read_stream(body) if stream else read_body(body)
-    except _BROKEN:
+    except BROKEN:
         return None
     return found if found.choices == 1 and found.finish_reason is not None else None
