@@ -92,7 +92,7 @@ class Bridges:
             return
         rollout_id, looking = call.head.rollout.id, self._is_looking()
         found = self._tips.find(rollout_id, conversation)
-        if looking and (found is None or found[0] != conversation.answers[-1]):
+        if looking and (found is None or found[0] != conversation.last):
             try:
                 if await self._tips.read(rollout_id):
                     found = self._tips.find(rollout_id, conversation)

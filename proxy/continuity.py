@@ -86,28 +86,31 @@ class _Said(Message, frozen=True):
 
 
 class Conversation:
-    """A request's messages, each with the digest of everything said up to it.
+    """A request's messages, and for each of the assistant's the digest of everything said up to it.
 
-    `answers` are the places of the assistant's messages. Replies are compared as replays are
-    recognised (`proxy.replay`), everything else as it stands, tools and template arguments included.
+    `answers` is place -> digest. Replies are compared as replays are recognised (`proxy.replay`),
+    everything else as it stands, tools and template arguments included.
     """
 
-    __slots__ = ("_hash", "_json", "answers", "digests")
+    __slots__ = ("_hash", "_json", "answers")
 
     def __init__(self, json: Raw, messages: Sequence[_Said], context: bytes) -> None:
         self._json = json
         self._hash = hashlib.blake2b(context, digest_size=DIGEST_BYTES)
-        self.digests: list[bytes] = []
-        self.answers: list[int] = []
+        self.answers: dict[int, bytes] = {}
         budget = Budget()
         for place, message in enumerate(messages):
             if message.role == "assistant":
-                self.answers.append(place)
                 self._hash.update(form(message, budget))
+                self.answers[place] = self._hash.digest()
             else:
                 said = (message.role, _text(message.content), message.tool_call_id, message.name)
                 self._hash.update(_encode(said))
-            self.digests.append(self._hash.digest())
+
+    @property
+    def last(self) -> int:
+        """The place of the last answer, -1 if there is none."""
+        return next(reversed(self.answers), -1)
 
     def then(self, answer: Mapping[str, Any]) -> bytes | None:
         """The digest at this answer in whatever goes on from it; None if it could not be read there."""

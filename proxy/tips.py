@@ -45,15 +45,15 @@ class Tips:
         known = self._rollouts.get(rollout_id)
         if known is None:
             return None
-        for place in reversed(conversation.answers):
-            if (tip := known.tips.get(conversation.digests[place])) is not None:
+        for place, digest in reversed(conversation.answers.items()):
+            if (tip := known.tips.get(digest)) is not None:
                 return place, tip
         return None
 
     def thoughts(self, rollout_id: str, conversation: Conversation) -> list[tuple[int, Raw]]:
         """Every answer in it that held reasoning, as it was given."""
         known = self._rollouts.get(rollout_id) or _Known()
-        found = [(place, known.tips.get(conversation.digests[place])) for place in conversation.answers]
+        found = [(place, known.tips.get(digest)) for place, digest in conversation.answers.items()]
         return [(place, tip.thought) for place, tip in found if tip is not None and tip.thought is not None]
 
     def remember(

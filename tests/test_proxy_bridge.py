@@ -64,10 +64,10 @@ def test_an_answer_is_recognised_in_every_clients_replay_of_it(client: str) -> N
     replay = CLIENTS[client]
     before, after = conversation(replay(turns[:1])), conversation(replay(turns))
     if client == "openai_agents":  # which swaps the system prompt after each answer
-        assert before.then({"role": "assistant", **answer}) not in after.digests
+        assert before.then({"role": "assistant", **answer}) not in after.answers.values()
         return
-    (place,) = after.answers
-    assert before.then({"role": "assistant", **answer}) == after.digests[place]
+    assert list(after.answers.values()) == [before.then({"role": "assistant", **answer})]
+    assert (before.last, after.last) == (-1, next(iter(after.answers)))
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_an_answer_is_recognised_in_every_clients_replay_of_it(client: str) -> N
     ids=["system", "space", "answer", "no system", "one more", "tools", "arguments", "choice"],
 )
 def test_anything_else_is_another_conversation(messages: list[Any], fields: dict[str, Any]) -> None:
-    assert conversation([SYSTEM, USER]).then(CALLED) not in conversation(messages, **fields).digests
+    assert conversation([SYSTEM, USER]).then(CALLED) not in conversation(messages, **fields).answers.values()
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_messages_keep_the_agents_bytes() -> None:
         b'{"role" : "user", "content":"\\u00e9 1.0"}',
         b'{"role":"user","content":null}',
     ]
-    assert found.answers == []
+    assert found.answers == {}
 
 
 # -- tips ----------------------------------------------------------------------------------------

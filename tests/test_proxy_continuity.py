@@ -31,9 +31,10 @@ pytestmark = pytest.mark.engine
 
 CHAT = "/v1/chat/completions"
 TURNS = 20
-MAX_TOKENS = 60
+MAX_TOKENS = 40
+CALLS_MAX = {"smolagents": 3}  # tool calls: it writes them down at length, and the engine holds 1024 tokens
 TEMPERATURE = 2.0
-TEXTS = ("½ 1.0\n345", "naïve  \t3", "漢1\nX2", '{"a": 1}\n', "012")
+TEXTS = ("½\n3", "é \t", "漢X", "{}\n", "1.0")
 PLAY: Any = {
     "type": "function",
     "function": {
@@ -89,17 +90,20 @@ async def answered(hone: World, rollout: str, body: dict[str, Any]) -> tuple[Mes
 async def converse(hone: World, client: Client, turns: int = TURNS) -> tuple[str, int]:
     """A conversation of so many answers in a rollout of its own, every other one streamed.
 
-    Returns the rollout and how often an answer was cut off: then the agent asked again.
+    Returns the rollout and how often the agent asked again: for an answer that was cut off, or after
+    `CALLS_MAX` tool calls for one without.
     """
-    rollout, again = str((await hone.opened(max_calls=5 * turns))["id"]), 0
+    calls_max = CALLS_MAX.get(client.__name__, turns)
+    rollout, again, called = str((await hone.opened(max_calls=10 * turns))["id"]), 0, 0
     said: list[Turn] = [{"user": TEXTS[0]}]
     for n in range(turns):
         body = {"model": "policy", "messages": client(said), "tools": [PLAY], "stream": n % 2 == 1}
         while True:
             message, finish = await answered(hone, rollout, body)
-            if finish != "length":
+            if finish != "length" and not (message.get("tool_calls") and called == calls_max):
                 break
             again += 1
+        called += bool(message.get("tool_calls"))
         calls = [{k: v for k, v in call.items() if k != "index"} for call in message.get("tool_calls") or []]
         said.append({"answer": {"content": message.get("content") or "", "tool_calls": calls}})
         said += [{"result": f"{n}½ ", "id": call["id"]} for call in calls] or [
@@ -146,11 +150,12 @@ async def test_twenty_turns_that_drift_are_one_branch_in_every_clients_manner(
             branches = len(build(calls).branches())
             without = len(build(await as_rendered(engine, hone, raws)).branches())
             assert branches == expected + again
-            assert without - branches <= found.get(EXACT, 0) <= len(calls) - expected
+            assert without - branches <= found.get(EXACT, 0)
             forks_with += branches - expected - again
             forks_without += without - expected - again
             calls_all += len(calls) - expected - again
-            print(f"{name}: {len(calls)} calls, {branches} branches; as rendered {without}; {found}")
+            both = f"{branches - again} branches; as rendered {without - again}"
+            print(f"{name}: {len(calls)} calls, {both}; {found}")
     rates = {
         "forks_per_100_calls": 100 * forks_with / calls_all,
         "as_rendered": 100 * forks_without / calls_all,
