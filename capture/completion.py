@@ -1,6 +1,6 @@
 """Chat completions as engines answer them, whole or as a stream, reduced to what ingest needs."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -84,6 +84,7 @@ class _Chunk(msgspec.Struct):
 
 _body = msgspec.json.Decoder(_Body)
 _chunk = msgspec.json.Decoder(_Chunk)
+_deltas = msgspec.json.Decoder(list[_Delta])
 _TEXTS = ("content", "refusal", "reasoning", "reasoning_content")
 
 
@@ -121,6 +122,17 @@ def read_stream(body: bytes) -> Completion:
     if found.choices > 1:  # one choice's tokens would not be the call's
         found.token_ids, found.logprobs = [], []
     return found
+
+
+def read_deltas(deltas: Sequence[bytes]) -> dict[str, Any] | None:
+    """The assistant message that the deltas of one choice make, each given as JSON; None if there are none.
+
+    Raises like `read_body`.
+    """
+    parts = _Parts()
+    for delta in _deltas.decode(b"[" + b",".join(deltas) + b"]"):
+        parts.add(delta)
+    return parts.message()
 
 
 def _extend(found: Completion, parts: "_Parts", choice: _ChunkChoice) -> None:

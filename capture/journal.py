@@ -17,7 +17,7 @@ from capture.errors import NotFound, StoreError
 from capture.frames import pack
 from capture.settings import Settings
 from capture.store import Store
-from capture.types import RawCall, Rollout
+from capture.types import RawCall, Rollout, Stitch
 
 __all__ = ["Journal", "Settings"]
 
@@ -27,11 +27,14 @@ _RETRY_S = 0.05
 class _Entry:
     """One record on its way, and the future that its caller awaits."""
 
-    __slots__ = ("done", "new", "raw", "size")
+    __slots__ = ("done", "new", "raw", "size", "stitches")
 
-    def __init__(self, raw: RawCall, new: Rollout | None, done: asyncio.Future[None]) -> None:
+    def __init__(
+        self, raw: RawCall, new: Rollout | None, stitches: Sequence[Stitch], done: asyncio.Future[None]
+    ) -> None:
         self.raw = raw
         self.new = new
+        self.stitches = stitches
         self.done = done
         self.size = len(raw.request) + len(raw.response)
 
@@ -61,8 +64,8 @@ class Journal:
         self._thread = threading.Thread(target=self._write_forever, name="journal", daemon=True)
         self._thread.start()
 
-    async def commit(self, raw: RawCall, new: Rollout | None = None) -> None:
-        """Return once the call (and ``new``, its rollout that nobody opened) is durable.
+    async def commit(self, raw: RawCall, new: Rollout | None = None, stitches: Sequence[Stitch] = ()) -> None:
+        """Return once the call is durable, with ``new``, its rollout that nobody opened, and its stitches.
 
         Raises `StoreError` if the store failed for ``commit_timeout_s`` and `NotFound` if the call's
         rollout does not exist; then nothing of this call was written. A cancelled wait takes the
@@ -70,7 +73,7 @@ class Journal:
         """
         if self._closed or self._loop is None:
             raise StoreError("the journal is not open")
-        entry = _Entry(raw, new, self._loop.create_future())
+        entry = _Entry(raw, new, stitches, self._loop.create_future())
         self._waiting.append(entry)
         self._admit()
         await entry.done
@@ -157,10 +160,11 @@ class Journal:
     def _write(self, entries: Sequence[_Entry], deadline: float) -> None:
         records = [entry.raw for entry in entries]
         new = list({entry.new.id: entry.new for entry in entries if entry.new is not None}.values())
+        stitches = {entry.raw.id: entry.stitches for entry in entries if entry.stitches}
         frame = pack(records)
         while True:
             try:
-                return self._store.commit_calls(frame, records, new)
+                return self._store.commit_calls(frame, records, new, stitches)
             except StoreError:
                 if time.monotonic() >= deadline:
                     raise

@@ -5,6 +5,7 @@ transaction. Writers that hold a lease pass its epoch and get `Fenced` once some
 """
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import msgspec
@@ -24,6 +25,7 @@ from capture.types import (
     RawCall,
     Rollout,
     StepRow,
+    Stitch,
     Version,
 )
 
@@ -154,8 +156,8 @@ class Store(Protocol):
     def open_rollout(self, rollout: Rollout, *, group_size: int | None = None) -> Rollout:
         """Insert, and its group where `group_id` is new. Pins `policy_version` if it is None and
         mode is train (active version) or eval (active version). `Conflict` if the id exists, the
-        group is closed or (train) the run has ended. A train rollout that names a group and no run
-        joins the policy's live run."""
+        group is closed or (train) the run has ended; `NotFound` if the group is another key's. A
+        train rollout that names a group and no run joins the policy's live run."""
 
     def session_rollout(self, key_id: str, session: str, fresh: Rollout) -> Rollout:
         """The open observe rollout of that session, or `fresh` inserted."""
@@ -201,10 +203,26 @@ class Store(Protocol):
     def rollout_of_call(self, call_id: str) -> str: ...
 
     # -- calls (proxy's journal) -------------------------------------------------------------
-    def commit_calls(self, frame: bytes, records: Sequence[RawCall], new: Sequence[Rollout]) -> None:
-        """One compressed frame, a narrow row for each record, the rollouts' heads, and rollouts
-        nobody opened (`new`, ignored where they exist), in one durable transaction. A record whose
-        rollout is past `open` gets `late`."""
+    def commit_calls(
+        self,
+        frame: bytes,
+        records: Sequence[RawCall],
+        new: Sequence[Rollout],
+        stitches: Mapping[str, Sequence[Stitch]] = MappingProxyType({}),
+    ) -> None:
+        """One compressed frame, a narrow row for each record, the rollouts' heads, rollouts
+        nobody opened (`new`, ignored where they exist) and the records' stitches (by call id),
+        in one durable transaction. A record whose rollout is past `open` gets `late`."""
+
+    def stitched(self, stitches: Sequence[tuple[str, bytes]]) -> dict[tuple[str, bytes], str | None]:
+        """For each `(key id, digest)` the rollout that was written with it; None if several were,
+        which stays so. What nobody wrote is left out."""
+
+    def share_stitches(self, stitches: Sequence[tuple[str, bytes]]) -> None:
+        """Mark `(key id, digest)` as written by calls of several rollouts."""
+
+    def prune_stitches(self, older_than_s: float) -> int:
+        """Delete some of the stitches that were last written that long ago; returns how many."""
 
     def mark_undelivered(self, call_ids: Sequence[str]) -> None: ...
     def broken_calls(self, rollout_id: str) -> int:

@@ -26,7 +26,7 @@ GroupState = Literal["open", "closed", "taken", "trained", "dropped"]
 BatchState = Literal["taken", "committed", "dropped"]
 VersionState = Literal["committed", "published", "active", "retired", "failed"]
 EngineVersionState = Literal["loaded", "verified", "indistinguishable", "failed", "unloaded"]
-Attribution = Literal["path", "key", "header", "headless"]
+Attribution = Literal["path", "key", "header", "stitched", "headless"]
 Scope = Literal["infer", "reward", "train", "admin"]
 
 
@@ -90,6 +90,13 @@ class RawCall(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     idempotency_key: str | None = None  # the client's: the same one again is the same request again
     body_hash: bytes  # BLAKE2b-128 of the request body
     error: str | None = None  # set when our side or the upstream broke the call
+
+
+class Stitch(msgspec.Struct, frozen=True):
+    """By what a later call is recognised that goes on from a call's answer and names no rollout."""
+
+    digest: bytes  # of the conversation up to the answer, or of a random tool call id in it
+    rollout_id: str  # the call's, or the first of those that it continues
 
 
 class ModelCall(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

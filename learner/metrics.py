@@ -66,6 +66,7 @@ CATALOGUE = (
     gauge("clip_fraction", "Share of trained tokens whose ratio exceeds cispo_clip."),
     gauge("entropy_nats", "Mean -logprob of trained tokens: an estimate of entropy.", "entropy"),
     gauge("policy_drift_nats", "Mean |learner - sampled| logprob of trained tokens.", "policy_drift"),
+    gauge("kl_nats", "Estimated KL to version 0 a trained token; 0 where train.kl_coef is 0.", "kl"),
     gauge("mismatch_max_nats", "Largest |learner - engine| under the sampling version.", "mismatch_max"),
     gauge("mismatch_mean_nats", "Mean |learner - engine| under the sampling version.", "mismatch_mean"),
     gauge("mismatch_versions", "Sampling versions compared."),

@@ -8,9 +8,9 @@ import msgspec
 import torch
 
 from capture.errors import HoneError
-from learner.batch import Scored, micro_batches
+from learner.batch import MicroBatch, Scored, micro_batches
 from learner.groups import Member
-from learner.losses import cispo
+from learner.losses import cispo, penalised
 from learner.model import Model
 from learner.settings import Settings
 
@@ -37,6 +37,7 @@ class Sums(msgspec.Struct):
     clipped: int = 0
     surprise: float = 0.0  # Σ -log π
     drift: float = 0.0  # Σ |log π - log μ|
+    kl: float = 0.0  # Σ of the estimated KL to version 0; 0 without a penalty
 
     def numbers(self) -> dict[str, float]:
         """Means over tokens or steps, for the step's row."""
@@ -50,6 +51,7 @@ class Sums(msgspec.Struct):
             "clip_fraction": self.clipped / tokens,
             "entropy": self.surprise / tokens,
             "policy_drift": self.drift / tokens,
+            "kl": self.kl / tokens,
         }
 
 
@@ -81,12 +83,17 @@ def split(groups: Sequence[Sequence[Member]], parts: int) -> list[list[Member]]:
     return [[member for group in groups[start:end] for member in group] for start, end in pairwise(bounds)]
 
 
-def weigh(members: Sequence[Member]) -> list[Scored]:
-    """The samples that have a gradient, each with A / N; N counts all members' owned tokens."""
+def weigh(members: Sequence[Member], kl_coef: float = 0.0) -> tuple[list[Scored], float]:
+    """The samples that have a gradient, each with A / N, and kl_coef / N; N counts all members' owned tokens.
+
+    Without an advantage somewhere none has one; else a KL penalty gives every sample one.
+    """
     total = sum(one.owned for one in members)
-    return [
-        Scored(sample, one.advantage / total) for one in members if one.advantage for sample in one.samples
-    ]
+    if not any(one.advantage for one in members):
+        return [], 0.0
+    chosen = [one for one in members if one.advantage or kl_coef]
+    scored = [Scored(sample, one.advantage / total) for one in chosen for sample in one.samples]
+    return scored, kl_coef / total
 
 
 def step(
@@ -98,11 +105,11 @@ def step(
     sums: Sums,
 ) -> None:
     """One optimizer step over `members`. `NonFinite`, `Abandoned`: this step moved no weight."""
-    scored = weigh(members)
+    scored, kl_scale = weigh(members, settings.kl_coef)
     if not scored:
         return
     optimizer.zero_grad(set_to_none=True)
-    loss = backward(settings, model, scored, should_stop, sums)
+    loss = backward(settings, model, scored, kl_scale, should_stop, sums)
     norm = float(torch.nn.utils.clip_grad_norm_(model.parameters.values(), settings.clip_grad))
     if not (math.isfinite(loss) and math.isfinite(norm)):
         raise NonFinite(f"loss {loss}, gradient norm {norm}")
@@ -117,6 +124,7 @@ def backward(
     settings: Settings,
     model: Model,
     scored: Sequence[Scored],
+    kl_scale: float,
     should_stop: Callable[[], bool],
     sums: Sums,
 ) -> float:
@@ -125,14 +133,24 @@ def backward(
     for micro in micro_batches(scored, settings.micro_batch_tokens):
         if should_stop():
             raise Abandoned("told to stop in the middle of a step")
+        ref = reference(model, micro) if kl_scale else None
         logprobs = model.logprobs(micro)
-        sampled = micro.sampled_logprobs.to(model.device)
-        loss, ratios = cispo(logprobs, sampled, micro.weights.to(model.device), settings.cispo_clip)
+        sampled, weights = micro.sampled_logprobs.to(model.device), micro.weights.to(model.device)
+        if ref is not None:
+            weights, kl = penalised(weights, logprobs, ref, kl_scale)
+            sums.kl += float(kl.sum())
+        loss, ratios = cispo(logprobs, sampled, weights, settings.cispo_clip)
         loss.backward()
         total += float(loss.detach())
         count(sums, logprobs.detach(), sampled, ratios, settings.cispo_clip)
     sums.sample_tokens += sum(len(one.sample.token_ids) for one in scored)
     return total
+
+
+def reference(model: Model, micro: MicroBatch) -> torch.Tensor:
+    """log ref of the owned tokens [M]: the base's, which is version 0."""
+    with model.under(None):
+        return model.logprobs(micro)
 
 
 def count(

@@ -34,10 +34,13 @@ from proxy.relay import Relay
 from proxy.rollouts_api import RolloutsApi
 from proxy.routes import Routes
 from proxy.settings import Settings, check
+from proxy.stitches import Stitches
 from proxy.storage import Storage
 from proxy.upstream import Upstream
 
 log = logging.getLogger("hone.proxy")
+
+PRUNE_EVERY_S = 60.0
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -64,7 +67,8 @@ class Proxy:
         self.upkeep = Storage(SqliteStore(store_path))  # background tasks: no request waits behind them
         self.upstream = Upstream(settings.deadlines, settings.limits)
         self.heads = Heads(self.storage, settings.limits.rollouts_cached, settings.head_ttl_s)
-        self.attributor = Attributor(settings.keys, self.heads)
+        self.stitches = Stitches(self.storage, settings.limits.rollouts_cached)
+        self.attributor = Attributor(settings.keys, self.heads, self.stitches)
         self.fleet: Fleet | None = None
         if settings.policy is not None and settings.engines.urls:
             self.fleet = Fleet(settings.policy, settings.engines, self.upstream, self.upkeep)
@@ -84,7 +88,7 @@ class Proxy:
     async def open(self) -> AsyncIterator[None]:
         """Start the journal and the background tasks; stop them in the reverse order."""
         self.journal.start()
-        tasks = [asyncio.create_task(self._record_in_flight())]
+        tasks = [asyncio.create_task(self._record_in_flight()), asyncio.create_task(self._keep_stitches())]
         if self.fleet is not None:
             await self.fleet.refresh()
             await asyncio.gather(*(self.fleet.look(engine) for engine in self.fleet.engines))
@@ -121,10 +125,23 @@ class Proxy:
                     self.heads.in_flight(),
                     self.settings.lease_ttl_s,
                 )
+                await self.stitches.write(self.upkeep)
                 self.recorded_at = time.monotonic()
             except StoreError as error:
                 self.metrics.note("in_flight", error)
             await asyncio.sleep(self.settings.in_flight_interval_s)
+
+    async def _keep_stitches(self) -> None:
+        """Delete the stitches that are too old, some at a time."""
+        while True:
+            pruned = 0
+            try:
+                pruned = await self.upkeep.call(
+                    self.upkeep.store.prune_stitches, self.settings.stitch_retention_s
+                )
+            except StoreError as error:
+                self.metrics.note("stitches", error)
+            await asyncio.sleep(self.settings.in_flight_interval_s if pruned else PRUNE_EVERY_S)
 
     # -- small handlers --------------------------------------------------------------------------
 
@@ -132,6 +149,8 @@ class Proxy:
         """`GET /v1/models`: every name that a call may ask for."""
         caller = await self.attributor.caller(request.headers)
         caller.need("infer")
+        if rollout_id := request.match_info.get("rollout_id"):
+            await self.attributor.owned(caller, rollout_id)
         data = [
             {"id": name, "object": "model", "created": 0, "owned_by": "hone"} for name in self.routes.names()
         ]

@@ -1,4 +1,4 @@
-"""Whose call it is: path, rollout key, header, nobody, in this order.
+"""Whose call it is: path, rollout key, header, else what it goes on from, in this order.
 
 The decision is `decide`, pure; `Attributor` carries it out with cached look-ups. Ids are never
 credentials, and every id is meaningful only within the namespace of the key that owns it.
@@ -10,15 +10,21 @@ from typing import Any
 
 import msgspec
 
-from capture.errors import NotFound
+from capture.errors import NotFound, StoreError
 from capture.ids import new_id
-from capture.types import Attribution, Rollout
+from capture.types import Attribution, Rollout, Stitch
+from proxy import replay
 from proxy.heads import Head, Heads
 from proxy.keys import ROLLOUT_KEY, Caller, bearer, identify, opens, rollout_of
 from proxy.refusal import Refused
+from proxy.replay import Trail
 from proxy.settings import Key
+from proxy.stitch import STORE, UNKNOWN, UNREADABLE, Apart, Stitched
+from proxy.stitches import Stitches
 
 VALUE_CHARS_MAX = 256  # of an id in a header
+NAMED = "named"  # the reason of a call that said whose it is
+_CONTINUES = "continues:"  # begins the session of rollouts that continue a sealed one
 
 
 class ById(msgspec.Struct, frozen=True):
@@ -35,7 +41,7 @@ class BySession(msgspec.Struct, frozen=True):
 
 
 class Nobody(msgspec.Struct, frozen=True):
-    """No identity at all: a rollout of its own."""
+    """No identity at all: stitched to what it goes on from, or a rollout of its own."""
 
 
 Claim = ById | BySession | Nobody
@@ -56,33 +62,54 @@ def decide(caller: Caller, path_id: str | None, headers: Mapping[str, str]) -> C
     return Nobody()
 
 
+class Found(msgspec.Struct, frozen=True, kw_only=True):
+    """The rollout of a call, and how it was found."""
+
+    head: Head
+    attribution: Attribution
+    reason: str = NAMED  # or one of `proxy.stitch.REASONS`
+    opened: bool = False  # by this call
+    trail: Trail | None = None  # of a call that named no rollout: its answers must be recognised later
+
+
 def fresh(
-    caller: Caller, headers: Mapping[str, str], *, session: str | None = None, continues: str | None = None
+    caller: Caller,
+    headers: Mapping[str, str],
+    *,
+    session: str | None = None,
+    continues: Rollout | None = None,
 ) -> Rollout:
     """A new observe rollout for a call that nobody opened one for."""
     metadata: dict[str, Any] = {}
     if group := _value(headers, "X-Group-ID"):
         metadata["group_id"] = group  # a wish of the agent; groups are declared by who may train
     if continues is not None:
-        metadata["continues"] = continues
+        metadata["continues"] = continues.id
     return Rollout(
         id=new_id("r"),
-        key_id=caller.key_id,
+        key_id=caller.key_id if continues is None else continues.key_id,
         mode="observe",
         scenario_id=_value(headers, "X-Scenario-ID"),
         session=session,
-        headless=session is None,
+        headless=session is None if continues is None else continues.headless,
         created_at=time.time(),
         metadata=metadata or None,
     )
 
 
+def first_of(rollout: Rollout) -> str:
+    """The first of the rollouts that this one continues, its own id if it continues none."""
+    session = rollout.session or ""
+    return session.removeprefix(_CONTINUES) if session.startswith(_CONTINUES) else rollout.id
+
+
 class Attributor:
     """Identifies callers and finds their rollouts, through the cached heads."""
 
-    def __init__(self, keys: Sequence[Key], heads: Heads) -> None:
+    def __init__(self, keys: Sequence[Key], heads: Heads, stitches: Stitches) -> None:
         self._keys = keys
         self._heads = heads
+        self._stitches = stitches
 
     async def caller(self, headers: Mapping[str, str]) -> Caller:
         """Who sent these headers. `Refused` 401 for a key that opens nothing."""
@@ -112,9 +139,9 @@ class Attributor:
         return head
 
     async def attribute(
-        self, caller: Caller, path_id: str | None, headers: Mapping[str, str]
-    ) -> tuple[Head, Attribution]:
-        """The head that this call belongs to, open and with a call to spare, and how it was found.
+        self, caller: Caller, path_id: str | None, headers: Mapping[str, str], messages: bytes
+    ) -> Found:
+        """The rollout that this call belongs to, open and with a call to spare; `messages` is JSON.
 
         `Refused`: 404 unknown path id, 403 path against key, 409 `rollout_sealed`, 429 `max_calls`.
         """
@@ -124,28 +151,56 @@ class Attributor:
                 try:
                     head = await self.owned(caller, rollout_id)
                 except Refused:
-                    session = f"rollout:{rollout_id}"
-                    head = await self._session(caller, session, headers)
-                return await self._usable(caller, head, headers), "header"
+                    return await self._session(caller, f"rollout:{rollout_id}", headers)
+                return await self._usable(caller, head, headers, Found(head=head, attribution="header"))
             case ById(rollout_id, how):
-                return await self._usable(caller, await self.owned(caller, rollout_id), headers), how
+                head = await self.owned(caller, rollout_id)
+                return await self._usable(caller, head, headers, Found(head=head, attribution=how))
             case BySession(session):
-                return await self._session(caller, session, headers), "header"
+                return await self._session(caller, session, headers)
             case Nobody():
-                return self._heads.add(fresh(caller, headers)), "headless"
+                return await self._stitched(caller, headers, replay.read(messages))
 
-    async def _session(self, caller: Caller, session: str, headers: Mapping[str, str]) -> Head:
-        return await self._heads.session(caller.key_id, session, fresh(caller, headers, session=session))
+    def uncaptured(self, key_id: str, stitches: Sequence[Stitch]) -> None:
+        """An agent got an answer that was not captured: nobody may be taken for it later."""
+        self._stitches.uncaptured(key_id, stitches)
 
-    async def _usable(self, caller: Caller, head: Head, headers: Mapping[str, str]) -> Head:
-        """The head itself if it takes another call, or the observe rollout that continues it."""
+    async def _session(self, caller: Caller, session: str, headers: Mapping[str, str]) -> Found:
+        new = fresh(caller, headers, session=session)
+        head = await self._heads.session(caller.key_id, session, new)
+        return Found(head=head, attribution="header", opened=head.rollout.id == new.id)
+
+    async def _stitched(self, caller: Caller, headers: Mapping[str, str], trail: Trail | None) -> Found:
+        """By the conversation that the call goes on with; in doubt a rollout of its own."""
+        place: Stitched | Apart = Apart(UNREADABLE)
+        try:
+            if trail is not None:
+                place = await self._stitches.find(caller.key_id, trail)
+            if isinstance(place, Stitched):
+                head = await self._heads.get(place.rollout_id)
+                found = Found(head=head, attribution="stitched", reason=place.reason, trail=trail)
+                return await self._usable(caller, head, headers, found)
+        except NotFound:
+            place = Apart(UNKNOWN)
+        except StoreError:  # served all the same, as observed calls are when they cannot be captured
+            place = Apart(STORE)
+        head = self._heads.add(fresh(caller, headers))
+        return Found(head=head, attribution="headless", reason=place.reason, opened=True, trail=trail)
+
+    async def _usable(self, caller: Caller, head: Head, headers: Mapping[str, str], found: Found) -> Found:
+        """What was found if its rollout takes another call, or the observe rollout that continues it.
+
+        All that continue one rollout, directly or not, are one session: whichever of them a call
+        remembers, it comes to the one that is open.
+        """
         rollout = head.rollout
         if head.is_open and not head.is_full:
-            return head
+            return found
         if rollout.mode == "observe":
-            session = f"continues:{rollout.id}"
-            new = fresh(caller, headers, session=session, continues=rollout.id)
-            return await self._heads.session(rollout.key_id, session, new)
+            session = _CONTINUES + first_of(rollout)
+            new = fresh(caller, headers, session=session, continues=rollout)
+            head = await self._heads.session(rollout.key_id, session, new)
+            return msgspec.structs.replace(found, head=head, opened=head.rollout.id == new.id)
         if head.is_open:
             raise Refused(
                 429,

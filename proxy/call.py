@@ -2,12 +2,15 @@
 
 import hashlib
 import time
+from collections.abc import Callable
 from typing import Any
 
 from capture.ids import new_id
-from capture.types import Attribution, Mode, RawCall, Rollout
+from capture.types import Attribution, Mode, RawCall, Rollout, Stitch
+from proxy.attribution import first_of
 from proxy.dialects.chat import Asked, Fields
 from proxy.heads import Head
+from proxy.replay import Message, Trail
 from proxy.routes import Target, ToPolicy
 
 
@@ -16,6 +19,7 @@ class Call:
 
     __slots__ = (
         "alias",
+        "answers",
         "asked",
         "attribution",
         "body",
@@ -31,6 +35,7 @@ class Call:
         "retry_count",
         "started_at",
         "target",
+        "trail",
         "upstream",
         "version",
     )
@@ -47,6 +52,7 @@ class Call:
         target: Target,
         retry_count: int,
         idempotency_key: str | None,
+        trail: Trail | None = None,
     ) -> None:
         self.id = new_id("c")
         self.started_at = time.time()
@@ -59,6 +65,8 @@ class Call:
         self.target = target
         self.retry_count = retry_count
         self.idempotency_key = idempotency_key
+        self.trail = trail  # of a call that named no rollout
+        self.answers: Callable[[], list[Message]] = list  # what was answered so far, where there is a trail
         self.alias: str | None = None  # what to put into `model` of the answer; None: leave it whole
         self.changed: dict[str, Any] = {}
         self.upstream = target.name  # becomes the engine's incarnation
@@ -80,6 +88,13 @@ class Call:
     def new_rollout(self) -> Rollout | None:
         """The rollout, if the store gets it with this call."""
         return self.head.rollout if self.head.is_new else None
+
+    def stitches(self) -> list[Stitch]:
+        """By what a call is recognised that goes on from what this one was answered."""
+        if self.trail is None:
+            return []
+        first = first_of(self.head.rollout)
+        return [Stitch(digest, first) for answer in self.answers() for digest in self.trail.then(answer)]
 
     def headers(self) -> dict[str, str]:
         """What every answer to this call carries."""

@@ -2,12 +2,12 @@
 
 import asyncio
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from capture.errors import HoneError
 from capture.journal import Journal
-from capture.types import RawCall, Rollout
+from capture.types import RawCall, Rollout, Stitch
 from proxy.metrics import Metrics
 from proxy.storage import Storage
 
@@ -22,14 +22,14 @@ class Committer:
         self._timeout_s = timeout_s
         self._tasks: set[asyncio.Task[Any]] = set()
 
-    async def commit(self, raw: RawCall, new: Rollout | None) -> bool:
+    async def commit(self, raw: RawCall, new: Rollout | None, stitches: Sequence[Stitch] = ()) -> bool:
         """True once the call is durable; False if it failed or is not durable in time.
 
         Cancelling the caller never cancels the commit. A call that becomes durable although its
         agent was refused or has gone is marked undelivered.
         """
         began = time.perf_counter()
-        task = self._spawn(self._journal.commit(raw, new))
+        task = self._spawn(self._journal.commit(raw, new, stitches))
         try:
             done, _ = await asyncio.wait({task}, timeout=self._timeout_s)
         except asyncio.CancelledError:
@@ -45,9 +45,9 @@ class Committer:
             self._undeliver(task, raw.id)
         return False
 
-    def commit_later(self, raw: RawCall, new: Rollout | None) -> None:
+    def commit_later(self, raw: RawCall, new: Rollout | None, stitches: Sequence[Stitch] = ()) -> None:
         """For a call whose agent has gone: durable as soon as may be, in the background."""
-        self._spawn(self._journal.commit(raw, new))
+        self._spawn(self._journal.commit(raw, new, stitches))
 
     def undelivered(self, call_id: str) -> None:
         """A durable call whose agent left before its end."""

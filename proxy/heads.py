@@ -73,7 +73,7 @@ class Heads:
         return head
 
     async def session(self, key_id: str, session: str, fresh: Rollout) -> Head:
-        """The open observe rollout of a session, or `fresh`, now opened."""
+        """The open observe rollout of a session, or `fresh`, now opened (the head's rollout has its id)."""
         known = self._sessions.get((key_id, session))
         if known is not None:
             head = await self.get(known)

@@ -81,7 +81,14 @@ CATALOGUE = (
         "hone_rollouts_opened_total",
         "counter",
         ("attribution",),
-        "Rollouts opened: api, or by a call's header, or headless.",
+        "Rollouts opened: api, or how the call was attributed that opened it.",
+    ),
+    Metric(
+        "hone_attributed_calls_total",
+        "counter",
+        ("attribution", "reason"),
+        "Model calls by how their rollout was found: path, key, header (reason named), stitched "
+        "(tool_call, prefix) or headless (no_history, unknown, ambiguous, unreadable, store).",
     ),
     Metric("hone_engines_healthy", "gauge", (), "Engines that answered their last health check."),
     Metric("hone_active_version", "gauge", (), "Version that new training rollouts use."),
@@ -158,6 +165,7 @@ class Metrics:
         self.undelivered = self._counter("hone_undelivered_calls_total")
         self.queue_bytes = self._gauge("hone_journal_queue_bytes")
         self.opened = self._counter("hone_rollouts_opened_total")
+        self.attributed = self._counter("hone_attributed_calls_total")
         self.engines_healthy = self._gauge("hone_engines_healthy")
         self.active_version = self._gauge("hone_active_version")
         self.promoted_version = self._gauge("hone_promoted_version")

@@ -86,18 +86,20 @@ class Relay:
         asked = chat.asked(fields)
         target = self._routes.target(asked.model)
         path_id = request.match_info.get("rollout_id")
-        head, attribution = await self._attributor.attribute(caller, path_id, request.headers)
-        if head.is_new:
-            self._metrics.opened.labels(attribution).inc()
+        found = await self._attributor.attribute(caller, path_id, request.headers, fields["messages"])
+        self._metrics.count(self._metrics.attributed, found.attribution, found.reason)
+        if found.opened:
+            self._metrics.count(self._metrics.opened, found.attribution)
         retries = request.headers.get("x-stainless-retry-count", "0")
         return Call(
             key=bearer(request.headers.get("Authorization")),
             body=body,
             fields=fields,
             asked=asked,
-            head=head,
-            attribution=attribution,
+            head=found.head,
+            attribution=found.attribution,
             target=target,
+            trail=found.trail,
             retry_count=int(retries) if retries.isdecimal() and len(retries) < 5 else 0,
             idempotency_key=request.headers.get("Idempotency-Key", "")[:_IDEMPOTENCY_KEY_MAX] or None,
         )
@@ -138,6 +140,7 @@ class Relay:
         content_type = "application/json"
         if reply.status == 200:
             stripped, usage = chat.strip(body, _wanted(call), call.alias)
+            call.answers = lambda: chat.answers(body)
             self._count_tokens(call, usage)
         else:
             stripped = body
@@ -171,7 +174,8 @@ class Relay:
     ) -> web.StreamResponse:
         if not reply.is_stream:
             raise UpstreamError(f"a stream was asked for, {reply.headers.get('content-type')!r} came")
-        state = chat.Stream(_wanted(call), call.alias)
+        state = chat.Stream(_wanted(call), call.alias, gather=call.trail is not None)
+        call.answers = state.answers
         splitter = Splitter(self._settings.limits.chunk_bytes_max)
         response: web.StreamResponse | None = None
         try:
@@ -243,8 +247,10 @@ class Relay:
     async def _commit(self, call: Call, status: int, response: bytes, error: str | None = None) -> bool:
         """Make the call durable. False where that failed: the caller decides what the agent sees."""
         call.handed = True
-        raw = call.record(status, response, error)
-        call.captured = await self._committer.commit(raw, call.new_rollout)
+        raw, stitches = call.record(status, response, error), call.stitches()
+        call.captured = await self._committer.commit(raw, call.new_rollout, stitches)
+        if not call.captured:
+            self._attributor.uncaptured(raw.key_id, stitches)
         return call.captured
 
     def _uncaptured(self, call: Call) -> dict[str, str]:
@@ -260,7 +266,7 @@ class Relay:
             return
         self._dispatch.attempt(call, "hung_up")
         call.handed = call.captured = True
-        self._committer.commit_later(call.record(HUNG_UP, partial), call.new_rollout)
+        self._committer.commit_later(call.record(HUNG_UP, partial), call.new_rollout, call.stitches())
 
     def _count_tokens(self, call: Call, usage: chat.Usage) -> None:
         route = self._metrics.route(call.target.name)

@@ -12,7 +12,7 @@ from aiohttp import web
 from capture.errors import Conflict, NotFound, RewardFrozen
 from capture.ids import new_id
 from capture.types import FinishStatus, Mode, Rollout
-from proxy.attribution import Attributor
+from proxy.attribution import VALUE_CHARS_MAX, Attributor
 from proxy.engines import Fleet, version_of
 from proxy.heads import Head, Heads
 from proxy.keys import Caller, hash_secret
@@ -104,6 +104,8 @@ class RolloutsApi:
             )
         except Conflict as error:
             raise Refused(409, "conflict", str(error), retry=False) from None
+        except NotFound as error:
+            raise Refused(404, "group_not_found", str(error), param="group_id") from None
         self._heads.update(rollout)
         self._metrics.opened.labels("api").inc()
         opened = Opened(
@@ -156,7 +158,7 @@ class RolloutsApi:
         body = await _body(request, Score)
         if not math.isfinite(body.value) or not body.name:
             raise Refused(400, "invalid_score", "A score needs a name and a finite value.", param="value")
-        head = await self._attributor.owned(caller, await self._scored(body))
+        head = await self._scored(caller, body)
         rollout_id, store = head.rollout.id, self._storage.store
         try:
             await self._storage.call(
@@ -166,15 +168,22 @@ class RolloutsApi:
             raise Refused(409, "reward_frozen", str(error), param=error.batch_id, retry=False) from None
         return _json({"rollout_id": rollout_id, "name": body.name, "value": body.value})
 
-    async def _scored(self, body: Score) -> str:
+    async def _scored(self, caller: Caller, body: Score) -> Head:
         if (body.rollout_id is None) == (body.call_id is None):
             raise Refused(400, "invalid_score", "Give exactly one of rollout_id and call_id.")
         if body.rollout_id is not None:
-            return body.rollout_id
+            return await self._attributor.owned(caller, body.rollout_id)
+        call_id = str(body.call_id)
         try:
-            return await self._storage.call(self._storage.store.rollout_of_call, str(body.call_id))
-        except NotFound as error:
-            raise Refused(404, "call_not_found", str(error)) from None
+            rollout_id = await self._storage.call(self._storage.store.rollout_of_call, call_id)
+            return await self._attributor.owned(caller, rollout_id)
+        except NotFound:
+            pass
+        except Refused as refused:
+            if refused.status != 404:
+                raise
+        # Another key's call is no more to be seen than none at all, nor is its rollout's id.
+        raise Refused(404, "call_not_found", f"There is no call {call_id[:VALUE_CHARS_MAX]!r}.")
 
     async def _fresh(self, head: Head) -> Any:
         """What the store says now; a rollout that it does not have yet, from memory."""

@@ -92,6 +92,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     in_flight_interval_s: float = 1.0  # between records of the rollouts that have calls in flight
     head_ttl_s: float = 1.0  # a cached rollout head is read again after this
     finish_wait_s: float = 2.0  # finishing waits this long for the rollout's calls in flight
+    stitch_retention_s: float = 604_800.0  # a call that names no rollout is recognised for that long
     lease_ttl_s: float = 5.0  # of the activator lease and of the in-flight record
 
 

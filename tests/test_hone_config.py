@@ -63,7 +63,7 @@ def test_there_are_tomls_to_load() -> None:
         ({"routes": {"judge": {"url": 3}}}, "routes[...].url: expected `str | null`, got `int`"),
         ({"routes": {"judge": {}}}, 'routes."judge" needs exactly one of to, url and provider'),
         ({"train": {"staleness_max": 7}}, "engine.versions_max is 8; train.staleness_max = 7 needs 9"),
-        ({"train": {"kl_coef": 0.1}}, "train.kl_coef: only 0 is supported"),
+        ({"train": {"kl_coef": -0.1}}, "train.kl_coef: expected `float` >= 0"),
         ({"train": {"base_model": "x"}}, "unknown setting train.base_model; did you mean policy.base_model?"),
     ],
 )

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from learner.logprobs import chunk_logprobs, token_logprobs
-from learner.losses import cispo
+from learner.losses import cispo, penalised
 
 
 def reference(
@@ -66,6 +66,33 @@ def test_ratio_past_the_cap_is_capped_but_keeps_its_gradient() -> None:
     assert loss.item() == pytest.approx(1.25)
     assert logprobs.grad is not None
     assert logprobs.grad.item() == pytest.approx(-1.25)
+
+
+def test_penalty_by_hand() -> None:
+    # k1 = -1 + 3 = 2: weight 0.5 - 0.1 * 2 = 0.3, k3 = e^-2 + 2 - 1; k1 = 0 changes nothing
+    logprobs = torch.tensor([-1.0, -2.0], dtype=torch.float64, requires_grad=True)
+    weights, kl = penalised(
+        torch.tensor([0.5, 0.5]), logprobs, torch.tensor([-3.0, -2.0], dtype=torch.float64), 0.1
+    )
+    assert weights.tolist() == pytest.approx([0.3, 0.5])
+    assert kl.tolist() == pytest.approx([math.exp(-2) + 1, 0.0])
+    assert not weights.requires_grad
+
+
+def test_the_penalty_pulls_along_the_gradient_of_the_kl() -> None:
+    """Over every token that could have been sampled, weighted by π: b · d KL(π | ref) / d logits."""
+    torch.manual_seed(3)
+    logits = torch.randn(6, dtype=torch.float64, requires_grad=True)
+    ref = torch.log_softmax(torch.randn(6, dtype=torch.float64), 0)
+    logprobs = torch.log_softmax(logits, 0)
+    probabilities = logprobs.detach().exp()
+    weights, kl = penalised(torch.zeros(6, dtype=torch.float64), logprobs, ref, 0.25)
+    loss, _ = cispo(logprobs, logprobs.detach(), weights * probabilities, 5.0)
+    (gradient,) = torch.autograd.grad(loss, logits, retain_graph=True)
+    exact = (logprobs.exp() * (logprobs - ref)).sum()
+    (expected,) = torch.autograd.grad(0.25 * exact, logits)
+    assert torch.allclose(gradient, expected, rtol=0, atol=1e-12)
+    assert (probabilities * kl).sum().item() == pytest.approx(exact.item())
 
 
 def test_chunks_change_nothing_and_bound_the_logits() -> None:

@@ -32,8 +32,6 @@ def test_learning_rate_rises_stays_and_falls_to_zero_at_the_last_step() -> None:
 
 
 def test_errors_name_the_setting() -> None:
-    with pytest.raises(ConfigError, match=r"train\.kl_coef"):
-        Settings(base_model="x", kl_coef=0.01)
     with pytest.raises(ConfigError, match=r"train\.targets"):
         Settings(base_model="x", targets=["q_proj", "lm_head"])
     with pytest.raises(ConfigError, match=r"policy\.base_model"):

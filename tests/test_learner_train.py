@@ -303,8 +303,9 @@ def test_old_checkpoints_are_pruned_but_for_every_nth(base: Path, tmp_path: Path
     assert steps == [3, 6, 7]
 
 
-def test_it_finds_the_best_arm(base: Path, tmp_path: Path) -> None:
-    """A bandit over the vocabulary, sampled by the newest version: the rewarded tokens win."""
+def bandit(base: Path, tmp_path: Path, **changes: object) -> tuple[World, list[float]]:
+    """Training on a bandit over the vocabulary that the newest version samples; how likely it took a good
+    arm at each step."""
     world = World(tmp_path / "db")
     sampler = Model(settings(base, tmp_path))
     rng = random.Random(0)
@@ -328,10 +329,27 @@ def test_it_finds_the_best_arm(base: Path, tmp_path: Path) -> None:
             world.add_group(group)
         return False
 
-    config = settings(base, tmp_path, groups_per_batch=1, steps_max=15, lr=0.03)
+    config = settings(base, tmp_path, groups_per_batch=1, **changes)
     run(config, world.path, world.run_id, world.policy, play)
+    return world, chances
+
+
+def test_it_finds_the_best_arm(base: Path, tmp_path: Path) -> None:
+    world, chances = bandit(base, tmp_path, steps_max=15, lr=0.03)
     assert chances[0] < 0.25
     assert chances[-1] > 0.9
     rows = [row.metrics for row in world.store.steps(world.run_id)]
     assert max(row["staleness_max"] for row in rows) == 0.0
     assert max(row["mismatch_max"] for row in rows) < 1e-5
+    assert not any(row.get("kl") for row in rows)
+
+
+def test_a_penalty_holds_it_back(base: Path, tmp_path: Path) -> None:
+    """The best policy for E[reward] - b KL(π | ref) is ref · exp(reward / b) / Z: not certain for b = 1."""
+    world, chances = bandit(base, tmp_path, steps_max=15, lr=0.03, kl_coef=1.0)
+    tilted = chances[0] * math.e
+    best = tilted / (tilted + 1 - chances[0])
+    assert max(chances) < best + 0.25 < 0.9
+    rows = [row.metrics for row in world.store.steps(world.run_id) if "kl" in row.metrics]
+    assert rows[0]["kl"] == pytest.approx(0.0, abs=1e-9)
+    assert all(row["kl"] > 0 for row in rows[1:])

@@ -1,6 +1,7 @@
 """Whose call it is: every way of saying it, every namespace, every refusal."""
 
 import hashlib
+import json
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +163,39 @@ async def test_ids_mean_something_within_their_key_only(tmp_path: Path) -> None:
         assert hone.store.rollout(bob[2]).key_id == "bob"
         assert await call(hone, CHAT, auth("sk-bob", X_Rollout_ID=own)) == bob
         assert {raw.key_id for raw in hone.raw_calls() if raw.rollout_id == own} == {"ann"}
+
+
+async def test_ids_of_another_key_are_404_whatever_is_asked(tmp_path: Path) -> None:
+    eve = key("eve", "infer", "train", "reward")  # may do everything, in its own namespace
+    async with (
+        FakeUpstream(completion).listening() as upstream,
+        world(capture_settings(upstream.url, keys=(*KEYS, eve)), tmp_path) as hone,
+    ):
+        ann, eve_key = auth("sk-ann"), auth("sk-eve")
+        _, opened, _ = await hone.post("/rollouts", {"mode": "train", "group_id": "g_ann"}, ann)
+        own = opened["id"]
+        _, _, headers = await hone.post(f"/rollouts/{own}{CHAT}", BODY, ann)
+        observed = (await call(hone, CHAT, auth("sk-ann", X_Session_ID="s")))[2]
+        score = {"name": "x", "value": 1}
+        finish = {"status": "completed"}
+        asked = [
+            *[(f"/rollouts/{id}{CHAT}", BODY) for id in (own, observed)],
+            *[(f"/rollouts/{id}/finish", finish) for id in (own, observed)],
+            *[("/rewards", {**score, "rollout_id": id}) for id in (own, observed)],
+            ("/rewards", {**score, "call_id": headers["x-hone-call-id"]}),
+            ("/rollouts", {"mode": "train", "group_id": "g_ann"}),
+        ]
+        for path, body in asked:
+            status, answer, _ = await hone.post(path, body, eve_key)
+            assert status == 404, (path, answer)
+            assert own not in answer["error"]["message"] or own in json.dumps([path, body])
+        for path in (f"/rollouts/{own}", f"/rollouts/{own}/v1/models"):
+            assert (await hone.get(path, eve_key))[0] == 404
+            assert (await hone.get(path, ann))[0] == 200
+        for path, body in asked:
+            assert (await hone.post(path, body, ann))[0] in (200, 201), path
+        assert hone.store.rollout(own).status == hone.store.rollout(observed).status == "completed"
+        assert hone.store.group("g_ann").state == "open"
 
 
 async def test_calls_past_max_calls_and_after_sealing_are_refused_for_good(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from capture.errors import Corrupt, NotFound
@@ -19,8 +20,9 @@ from capture.sqlite.content import (
     unpack_tools,
 )
 from capture.sqlite.rollouts import COLUMNS, Rollouts, rollout_from
+from capture.sqlite.stitches import Stitches
 from capture.store import ContentBase, ParentContent, PendingCall
-from capture.types import ModelCall, RawCall, Rollout
+from capture.types import ModelCall, RawCall, Rollout, Stitch
 
 CALLS_PER_SAVE = 64
 HUNG_UP = 499  # the status of a call whose client left first
@@ -45,12 +47,18 @@ def marks(values: Sequence[Any]) -> str:
     return ", ".join("?" * len(values))
 
 
-class Calls(Rollouts):
+class Calls(Rollouts, Stitches):
     """The methods of `capture.store.Store` for the journal and for ingest."""
 
     # -- the journal -------------------------------------------------------------------------
 
-    def commit_calls(self, frame: bytes, records: Sequence[RawCall], new: Sequence[Rollout]) -> None:
+    def commit_calls(
+        self,
+        frame: bytes,
+        records: Sequence[RawCall],
+        new: Sequence[Rollout],
+        stitches: Mapping[str, Sequence[Stitch]] = MappingProxyType({}),
+    ) -> None:
         ids = [record.id for record in records]
         touched = list({record.rollout_id for record in records})
         with self._write():
@@ -74,6 +82,8 @@ class Calls(Rollouts):
                 ],
             )
             self._move_heads([records[place] for place in fresh.values()])
+            if stitches:
+                self._write_stitches([records[place] for place in fresh.values()], stitches)
 
     def _move_heads(self, records: Sequence[RawCall]) -> None:
         now = self.now()

@@ -77,6 +77,10 @@ class Rollouts(Drops):
                 "VALUES (?, ?, ?, ?, 'open', ?)",
                 (rollout.group_id, rollout.run_id, rollout.scenario_id, size or 0, self.now()),
             )
+        elif self._value(
+            "SELECT 1 FROM rollouts WHERE group_id = ? AND key_id != ?", (rollout.group_id, rollout.key_id)
+        ):
+            raise NotFound(f"no group {rollout.group_id}")  # under this key
         elif row[0] != "open":
             raise Conflict(f"group {rollout.group_id} is {row[0]}: it takes no more rollouts")
         elif row[1] != rollout.run_id:

@@ -9,8 +9,10 @@ from collections.abc import Mapping
 import msgspec
 from msgspec import Raw
 
+from capture.completion import read_deltas
 from capture.errors import UpstreamError
 from proxy.refusal import Refused
+from proxy.replay import Message, message_of
 from proxy.sse import DONE, payload
 
 Fields = dict[str, Raw]
@@ -30,7 +32,16 @@ class Usage(msgspec.Struct, frozen=True):
     completion_tokens: int | None = 0
 
 
+class _Choice(msgspec.Struct):
+    message: Message | None = None
+
+
+class _Answer(msgspec.Struct):
+    choices: list[_Choice]
+
+
 _USAGE = msgspec.json.Decoder(Usage)
+_ANSWERS = msgspec.json.Decoder(_Answer)
 
 
 class Asked(msgspec.Struct, frozen=True, kw_only=True):
@@ -119,6 +130,14 @@ def strip(body: bytes, want: Asked, alias: str | None) -> tuple[bytes, Usage]:
         raise UpstreamError(f"the upstream's answer is not a chat completion: {error!r}") from None
 
 
+def answers(body: bytes) -> list[Message]:
+    """The assistant's message of every choice of a whole answer; none if it is not a chat completion."""
+    try:
+        return [choice.message for choice in _ANSWERS.decode(body).choices if choice.message is not None]
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return []
+
+
 class Stream:
     """Decides, chunk by chunk, what of a streamed answer may be sent now and what must wait.
 
@@ -127,11 +146,12 @@ class Stream:
     error chunk of the upstream.
     """
 
-    def __init__(self, want: Asked, alias: str | None) -> None:
+    def __init__(self, want: Asked, alias: str | None, *, gather: bool = False) -> None:
         self._want = want
         self._alias = None if alias is None else quote(alias)
         self._open = set(range(want.choices))
         self._held: list[bytes] = []
+        self._deltas: dict[bytes, list[bytes]] | None = {} if gather else None
         self.done = False
         self.error: str | None = None
         self.usage = Usage()
@@ -145,6 +165,14 @@ class Stream:
     def held(self) -> bytes:
         """What was held back, ready to send, with the terminal chunk."""
         return b"".join([*self._held, b"data: ", DONE, b"\n\n"])
+
+    def answers(self) -> list[Message]:
+        """The assistant's message of every choice so far, if this was to `gather` them."""
+        try:
+            found = [read_deltas(deltas) for deltas in (self._deltas or {}).values()]
+        except (msgspec.MsgspecError, ValueError, RecursionError):
+            return []
+        return [message_of(message) for message in found if message is not None]
 
     def take_all(self, chunks: list[bytes]) -> tuple[bytes, UpstreamError | None]:
         """Bytes to send now of several chunks, up to the first that breaks the stream; that error."""
@@ -205,6 +233,8 @@ class Stream:
         if (usage := fields.get("usage")) is not None and usage != NULL:
             self.usage = _usage(usage)
         for choice in choices:
+            if self._deltas is not None and (delta := choice.get("delta")) is not None:
+                self._deltas.setdefault(bytes(choice.get("index", b"0")), []).append(bytes(delta))
             if choice.get("finish_reason", NULL) != NULL:
                 self._open.discard(int(bytes(choice.get("index", Raw(b"0")))))
 
