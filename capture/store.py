@@ -4,7 +4,7 @@ Synchronous: asyncio processes call it through one thread of their own. Every me
 transaction. Writers that hold a lease pass its epoch and get `Fenced` once somebody newer holds it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -223,6 +223,10 @@ class Store(Protocol):
 
     def prune_stitches(self, older_than_s: float) -> int:
         """Delete some of the stitches that were last written that long ago; returns how many."""
+
+    def raw_calls(self, rollout_id: str, *, but: Collection[str] = (), limit: int = 64) -> list[RawCall]:
+        """The newest committed calls of a rollout whose frames are still there, oldest first, without
+        those in `but`; looks at `limit` calls."""
 
     def mark_undelivered(self, call_ids: Sequence[str]) -> None: ...
     def broken_calls(self, rollout_id: str) -> int:

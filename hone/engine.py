@@ -45,10 +45,12 @@ def launch(
     hardware: Hardware,
     cores: int,
     python: str,
+    render: bool = True,
 ) -> Launch:
     """How to start vLLM for this policy; `ConfigError` for a rank that it cannot serve.
 
-    `targets` are the layers that have LoRA: vLLM pays for every layer that could have it.
+    `targets` are the layers that have LoRA: vLLM pays for every layer that could have it. `render`
+    opens the routes that exact continuity needs; they cost nothing else.
     """
     return Launch(
         command=[
@@ -59,6 +61,7 @@ def launch(
             *_adapters(engine, lora_rank, targets),
             *_capacity(engine, hardware),
             *_server(engine),
+            *(["--enable-scale-out"] if render else []),
             *engine.args,
         ],
         env=_environment(engine, hardware, cores),

@@ -24,6 +24,7 @@ from capture.settings import Settings as CaptureSettings
 from capture.sqlite import SqliteStore
 from proxy.activator import Activator
 from proxy.attribution import Attributor
+from proxy.bridges import Bridges
 from proxy.commit import Committer
 from proxy.dispatch import Dispatch
 from proxy.engines import Fleet
@@ -36,6 +37,7 @@ from proxy.routes import Routes
 from proxy.settings import Settings, check
 from proxy.stitches import Stitches
 from proxy.storage import Storage
+from proxy.tips import Tips
 from proxy.upstream import Upstream
 
 log = logging.getLogger("hone.proxy")
@@ -74,11 +76,14 @@ class Proxy:
             self.fleet = Fleet(settings.policy, settings.engines, self.upstream, self.upkeep)
         self.committer = Committer(self.journal, self.storage, self.metrics, settings.commit_timeout_s)
         self.routes = Routes(settings, secrets)
+        tips = Tips(self.storage, settings.limits.tips_bytes_max)
+        bridges = Bridges(capture.continuity, self.upstream, tips, self.metrics)
         self.relay = Relay(
             settings,
             self.attributor,
             self.routes,
-            Dispatch(settings, self.fleet, self.upstream, self.metrics),
+            Dispatch(settings, self.fleet, self.upstream, bridges, self.metrics),
+            bridges,
             self.committer,
             self.metrics,
         )

@@ -8,6 +8,7 @@ from typing import Any
 from capture.ids import new_id
 from capture.types import Attribution, Mode, RawCall, Rollout, Stitch
 from proxy.attribution import first_of
+from proxy.continuity import Conversation, Onward
 from proxy.dialects.chat import Asked, Fields
 from proxy.heads import Head
 from proxy.replay import Message, Trail
@@ -25,6 +26,7 @@ class Call:
         "body",
         "captured",
         "changed",
+        "conversation",
         "fields",
         "first_byte_at",
         "handed",
@@ -32,6 +34,7 @@ class Call:
         "id",
         "idempotency_key",
         "key",
+        "onward",
         "retry_count",
         "started_at",
         "target",
@@ -69,6 +72,8 @@ class Call:
         self.answers: Callable[[], list[Message]] = list  # what was answered so far, where there is a trail
         self.alias: str | None = None  # what to put into `model` of the answer; None: leave it whole
         self.changed: dict[str, Any] = {}
+        self.conversation: Conversation | None = None  # of a training call whose prompt may be made of ids
+        self.onward: Onward | None = None  # if it goes on from an answer
         self.upstream = target.name  # becomes the engine's incarnation
         self.version: int | None = None
         self.first_byte_at: float | None = None

@@ -1,13 +1,14 @@
 """Where a call goes: to an engine that serves the rollout's version, or to another upstream.
 
 Decides what is set in the request on the way, and tries again only where nothing was generated: an
-engine that cannot be reached, or that has lost the adapter.
+engine that cannot be reached, that has lost the adapter, or that refused a prompt made of ids.
 """
 
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from proxy.bridges import Bridges
 from proxy.call import Call
 from proxy.dialects import chat
 from proxy.engines import Engine, Fleet
@@ -23,10 +24,18 @@ from proxy.upstream import ConnectFailed, Reply, Upstream
 class Dispatch:
     """Sends calls out; whoever gets a reply reads it inside the `with`."""
 
-    def __init__(self, settings: Settings, fleet: Fleet | None, upstream: Upstream, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        fleet: Fleet | None,
+        upstream: Upstream,
+        bridges: Bridges,
+        metrics: Metrics,
+    ) -> None:
         self._settings = settings
         self._fleet = fleet
         self._upstream = upstream
+        self._bridges = bridges
         self._metrics = metrics
 
     @asynccontextmanager
@@ -57,13 +66,15 @@ class Dispatch:
                 return
 
     async def _ask_engine(self, call: Call, fleet: Fleet, engine: Engine) -> Reply | None:
-        """Its answer; None if it saw nothing of the call, or has lost the adapter: try again."""
+        """Its answer; None if it generated nothing and may be asked again: it saw nothing of the call, has
+        lost the adapter, or refused the ids that the prompt was made of."""
         assert call.version is not None
         name = fleet.name(engine, call.version)
         if name is None:
             return None
         call.fields["model"] = chat.quote(name)
         call.upstream = engine.incarnation
+        await self._bridges.prepare(call, engine)
         try:
             reply = await self._upstream.post(
                 engine.url + "/v1/chat/completions", chat.encode(call.fields), None
@@ -71,6 +82,10 @@ class Dispatch:
         except ConnectFailed:
             self.attempt(call, "connect")
             fleet.suspect(engine)
+            return None
+        if reply.status == 400 and self._bridges.withdraw(call):
+            reply.close()
+            self.attempt(call, "client_error")
             return None
         if reply.status != 404:
             return reply
@@ -103,6 +118,7 @@ class Dispatch:
         call.version = fleet.version_for(rollout)
         call.alias = call.asked.model
         if rollout.mode == "train":
+            self._bridges.read(call)
             call.changed = shape(call.fields, self._settings.sampling, fleet.max_model_len)
             for name in call.changed:
                 self._metrics.count_removed(name)

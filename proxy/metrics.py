@@ -72,6 +72,14 @@ CATALOGUE = (
         ("parameter",),
         "Request parameters changed in training rollouts; parameters without a name here count as other.",
     ),
+    Metric(
+        "hone_continuity_total",
+        "counter",
+        ("outcome",),
+        "Training calls that go on from an answer: faithful, exact (prompt made of the sampled ids), drifted "
+        "(not looked at), or why nothing could be proven: unknown, unended, rewritten, stripped, too_long, "
+        "unsupported, unrendered, ignored.",
+    ),
     Metric("hone_commit_seconds", "histogram", (), "From handing a call over until it is durable.", _COMMIT),
     Metric("hone_commit_failures_total", "counter", (), "Calls that were not durable in commit_timeout_s."),
     Metric("hone_uncaptured_calls_total", "counter", (), "Observed calls that were served without capture."),
@@ -159,6 +167,7 @@ class Metrics:
         self.failed_attempts = self._counter("hone_failed_attempts_total")
         self.untrainable = self._counter("hone_untrainable_calls_total")
         self.removed = self._counter("hone_parameters_removed_total")
+        self.continuity = self._counter("hone_continuity_total")
         self.commit_seconds = self._histogram("hone_commit_seconds")
         self.commit_failures = self._counter("hone_commit_failures_total")
         self.uncaptured = self._counter("hone_uncaptured_calls_total")

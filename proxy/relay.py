@@ -13,6 +13,7 @@ from aiohttp import web
 
 from capture.errors import StoreError, UpstreamError
 from proxy.attribution import Attributor
+from proxy.bridges import Bridges
 from proxy.call import Call
 from proxy.commit import Committer
 from proxy.dialects import chat
@@ -39,6 +40,7 @@ class Relay:
         attributor: Attributor,
         routes: Routes,
         dispatch: Dispatch,
+        bridges: Bridges,
         committer: Committer,
         metrics: Metrics,
     ) -> None:
@@ -46,6 +48,7 @@ class Relay:
         self._attributor = attributor
         self._routes = routes
         self._dispatch = dispatch
+        self._bridges = bridges
         self._committer = committer
         self._metrics = metrics
 
@@ -249,6 +252,8 @@ class Relay:
         call.handed = True
         raw, stitches = call.record(status, response, error), call.stitches()
         call.captured = await self._committer.commit(raw, call.new_rollout, stitches)
+        if call.captured and status == 200 and error is None:
+            self._bridges.answered(call, response)
         if not call.captured:
             self._attributor.uncaptured(raw.key_id, stitches)
         return call.captured

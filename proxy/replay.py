@@ -26,7 +26,7 @@ _WRITTEN_MAX = 4  # such lists under one another
 _PARSING = 32  # what one such list costs however short, in characters
 _OWN_CALL = re.compile(r"\[\{'id': '[^']*', 'type': 'function', 'function': \{'name': 'python_interpreter', ")
 _THINKING_ENDS = "</think>"
-_BROKEN = (msgspec.MsgspecError, ValueError, RecursionError)
+BROKEN = (msgspec.MsgspecError, ValueError, RecursionError)
 _UUID = r"[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}"
 _MIXED = r"(?=[A-Za-z]*[0-9])(?=[0-9]*[A-Za-z])[0-9A-Za-z]{16,}"
 _RANDOM = re.compile(rf"(?:^|[^0-9A-Za-z])(?:{_UUID}|{_MIXED})$")
@@ -39,6 +39,18 @@ class Message(msgspec.Struct, frozen=True):
     content: Any = None
     tool_calls: Any = None
     function_call: Any = None  # what came before tool_calls
+
+
+class Budget:
+    """How much Python a request may still make us read."""
+
+    def __init__(self) -> None:
+        self._left = PYTHON_CHARS_MAX
+
+    def spend(self, chars: int) -> None:
+        self._left -= chars
+        if self._left < 0:
+            raise ValueError("too many tool calls are written as Python")
 
 
 class Trail:
@@ -54,7 +66,7 @@ class Trail:
     def __init__(self, messages: Sequence[Message]) -> None:
         last = max((n for n, one in enumerate(messages) if one.role == "assistant"), default=-1)
         hash = hashlib.blake2b(digest_size=DIGEST_BYTES)
-        budget = _Budget()
+        budget = Budget()
         self.prefix: bytes | None = None
         answered: list[list[_Call]] = []
         for n, message in enumerate(messages):
@@ -75,8 +87,8 @@ class Trail:
         There are none for an answer that could not be read in a request either.
         """
         try:
-            text, calls = _said(answer, _Budget())
-        except _BROKEN:
+            text, calls = _said(answer, Budget())
+        except BROKEN:
             return ()
         hash = self._hash.copy()
         hash.update(_answer(text, calls))
@@ -87,17 +99,27 @@ def read(messages: bytes) -> Trail | None:
     """The trail of a request's `messages` as JSON; None if they are not what a chat consists of, or far
     too many."""
     messages = bytes(messages)
-    if messages.count(b"{") > OBJECTS_MAX or messages.count(b",") > VALUES_MAX:
+    if not is_sane(messages):
         return None
     try:
         return Trail(_MESSAGES.decode(messages))
-    except _BROKEN:
+    except BROKEN:
         return None
 
 
 def message_of(fields: Mapping[str, Any]) -> Message:
     """An assistant's message that was decoded already."""
     return Message("assistant", fields.get("content"), fields.get("tool_calls"), fields.get("function_call"))
+
+
+def form(answer: Message, budget: Budget) -> bytes:
+    """An assistant's message in the form that every client's replay of it has too. Raises one of `BROKEN`."""
+    return _answer(*_said(answer, budget))
+
+
+def is_sane(messages: bytes) -> bool:
+    """Whether JSON is short enough to be looked into as a chat's messages."""
+    return messages.count(b"{") <= OBJECTS_MAX and messages.count(b",") <= VALUES_MAX
 
 
 def is_random(id: str) -> bool:
@@ -113,19 +135,7 @@ class _Call(msgspec.Struct, frozen=True):
     id: str
 
 
-class _Budget:
-    """How much Python a request may still make us read."""
-
-    def __init__(self) -> None:
-        self._left = PYTHON_CHARS_MAX
-
-    def spend(self, chars: int) -> None:
-        self._left -= chars
-        if self._left < 0:
-            raise ValueError("too many tool calls are written as Python")
-
-
-def _said(message: Message, budget: _Budget) -> tuple[str, list[_Call]]:
+def _said(message: Message, budget: Budget) -> tuple[str, list[_Call]]:
     """An assistant's text and tool calls, wherever the client put them."""
     text = _text(message.content)
     calls = [_call(one) for one in message.tool_calls] if isinstance(message.tool_calls, list) else []
@@ -138,7 +148,7 @@ def _said(message: Message, budget: _Budget) -> tuple[str, list[_Call]]:
     return text, calls
 
 
-def _written(text: str, budget: _Budget) -> tuple[str, list[_Call]]:
+def _written(text: str, budget: Budget) -> tuple[str, list[_Call]]:
     """A text without the tool calls that smolagents wrote under it, and those calls.
 
     Where it made one call of the code that it found in the text, there is none. Else the lowest list
@@ -178,13 +188,13 @@ def _call(call: Any) -> _Call:
     return _Call((str(function.get("name")), _arguments(function.get("arguments"))), id)
 
 
-def _in_python(written: str, budget: _Budget) -> list[_Call] | None:
+def _in_python(written: str, budget: Budget) -> list[_Call] | None:
     """Tool calls from Python's way of writing a list; None if it is not one."""
     budget.spend(len(written) + _PARSING)
     try:
         value = ast.literal_eval(written.strip())
         return [_call(one) for one in value] if isinstance(value, list) else None
-    except (*_BROKEN, SyntaxError, TypeError, MemoryError):
+    except (*BROKEN, SyntaxError, TypeError, MemoryError):
         return None
 
 
@@ -193,7 +203,7 @@ def _arguments(arguments: Any) -> str:
     text = arguments if isinstance(arguments, str) else msgspec.json.encode(arguments or {})
     try:
         return _canonical(_NUMBERS.decode(text or "{}"))
-    except _BROKEN:
+    except BROKEN:
         return str(arguments).strip()
 
 

@@ -54,6 +54,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     chunk_bytes_max: int = 4 << 20  # of one server-sent chunk
     connections_max: int = 1024  # to all upstreams together
     rollouts_cached: int = 10_000  # heads kept in memory over the store
+    tips_bytes_max: int = 64 << 20  # of sampled conversations kept in memory over the store
     max_calls: int = 30  # a training or eval rollout that did not say
 
 

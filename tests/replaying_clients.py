@@ -35,10 +35,18 @@ def _with_arguments(message: Message, dump: Callable[[Any], str]) -> list[Messag
     return [
         {
             **call,
-            "function": {**call["function"], "arguments": dump(json.loads(call["function"]["arguments"]))},
+            "function": {**call["function"], "arguments": _again(call["function"]["arguments"], dump)},
         }
         for call in message["tool_calls"]
     ]
+
+
+def _again(arguments: str, dump: Callable[[Any], Any]) -> Any:
+    """Serialised anew; what is no JSON stays as it is."""
+    try:
+        return dump(json.loads(arguments))
+    except ValueError:
+        return arguments
 
 
 def pydantic_ai(turns: list[Turn]) -> list[Message]:
@@ -101,7 +109,7 @@ def _as_text(turn: Turn) -> list[tuple[str, str]]:
             "type": "function",
             "function": {
                 "name": call["function"]["name"],
-                "arguments": json.loads(call["function"]["arguments"]),
+                "arguments": _again(call["function"]["arguments"], lambda value: value),
             },
         }
         for call in sorted(answer.get("tool_calls") or [], key=lambda call: call["id"])

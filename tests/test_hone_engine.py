@@ -20,6 +20,7 @@ CPU = """
 --enforce-eager --distributed-executor-backend uni
 --host 127.0.0.1 --port 8100
 --uvicorn-log-level warning --disable-uvicorn-access-log --disable-fastapi-docs
+--enable-scale-out
 """
 
 CUDA = """
@@ -31,7 +32,7 @@ CUDA = """
 --max-num-seqs 256 --gpu-memory-utilization 0.8
 --host 127.0.0.1 --port 9000
 --uvicorn-log-level warning --disable-uvicorn-access-log --disable-fastapi-docs
---enable-sleep-mode
+--enable-scale-out --enable-sleep-mode
 """
 
 COMMON = {
@@ -69,6 +70,11 @@ def test_the_command_on_a_gpu() -> None:
     start = launch(POLICY, settings, lora_rank=33, hardware="cuda", cores=16, python="/py")
     assert start.command == CUDA.split()
     assert start.env == COMMON
+
+
+def test_without_exact_continuity_its_routes_stay_shut() -> None:
+    start = launch(POLICY, EngineSettings(), lora_rank=4, hardware="cpu", cores=2, python="/py", render=False)
+    assert "--enable-scale-out" not in start.command
 
 
 @pytest.mark.parametrize(("threads", "cores", "used"), [(None, 1, "1"), (None, 16, "8"), (3, 16, "3")])

@@ -1,7 +1,7 @@
 """Calls: the journal's frames in, parsed calls out as differences to earlier ones."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -98,6 +98,16 @@ class Calls(Rollouts, Stitches):
             "WHERE id = ? AND (policy IS NULL OR policy_version IS NULL)",
             [(record.policy, record.policy_version, rollout_id) for rollout_id, record in pins.items()],
         )
+
+    def raw_calls(self, rollout_id: str, *, but: Collection[str] = (), limit: int = 64) -> list[RawCall]:
+        with self._read():
+            rows = self._rows(
+                "SELECT calls.id, frame_id, place FROM calls JOIN frames ON frames.id = frame_id "
+                "WHERE rollout_id = ? ORDER BY n DESC LIMIT ?",
+                (rollout_id, limit),
+            )
+            found = [(frame, place) for call_id, frame, place in reversed(rows) if call_id not in but]
+            return [self._frame(frame)[place] for frame, place in found]
 
     def mark_undelivered(self, call_ids: Sequence[str]) -> None:
         with self._write():

@@ -30,6 +30,7 @@ def run(arguments: argparse.Namespace) -> int:
         hardware=config.engine.device,
         cores=cores(),
         python=sys.executable,
+        render=config.capture.continuity != "off",
     )
     env = offline(start.env, Path(config.policy.base_model).is_dir())
     if not arguments.print:
