@@ -37,7 +37,7 @@ port = {control_port}
 [rewards]
 script = "{example}/reward.py"
 group_deadline_s = 60.0
-seal = {{ idle_s = 8.0 }}
+seal = {{ idle_s = {idle} }}
 [train]
 scenarios = "{example}/train.jsonl"
 agent = "python acknowledging_agent.py"
@@ -59,7 +59,14 @@ class Stack:
     """One run of `hone train` in `root`, and what it left in the store."""
 
     def __init__(
-        self, root: Path, *, policy: str, engine_url: str | None, steps: int = 2, ahead: int = 2
+        self,
+        root: Path,
+        *,
+        policy: str,
+        engine_url: str | None,
+        steps: int = 2,
+        ahead: int = 2,
+        idle_s: float = 8.0,
     ) -> None:
         self.root = root
         self.policy = policy
@@ -78,6 +85,7 @@ class Stack:
                 learner_port=unused_port(),
                 steps=steps,
                 ahead=ahead,
+                idle=idle_s,
             )
         )
         self.steps = steps

@@ -42,7 +42,9 @@ def calls_flow(store: Store) -> bool:
 def stack(request: pytest.FixtureRequest, tmp_path: Path, engine: Engine) -> Iterator[Stack]:
     """A run on the session's engine; its policy's name is its own, so are its adapters' names."""
     policy = "p" + request.node.name.removeprefix("test_").replace("[", "-").replace("]", "")[:40]
-    running = Stack(tmp_path, policy=policy, engine_url=engine.url)
+    # The runner has to be back before what its death left open counts as idle.
+    idle_s = 60.0 if "runner" in policy else 8.0
+    running = Stack(tmp_path, policy=policy, engine_url=engine.url, idle_s=idle_s)
     yield running
     running.stop()
 
@@ -86,7 +88,7 @@ def test_engine_mid_generation_and_mid_load(tmp_path: Path) -> None:
     stack = Stack(tmp_path, policy="policy", engine_url=None)
     stack.start()
     try:
-        stack.wait_for(calls_flow, "calls")
+        stack.wait_for(calls_flow, "calls", 240)
         stack.kill("engine")  # requests are being sampled
         stack.wait_for(lambda store: published(store) and calls_flow(store), "a version", 240)
         pid = stack.pid("engine")
