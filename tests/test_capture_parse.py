@@ -106,7 +106,6 @@ SHAPED = {
     "seed": 0,
     "watermarking": True,
     "ignore_eos": True,
-    "logprob_token_ids": [1],
     "vllm_xargs": {"a": 1},
     "kv_transfer_params": {"a": 1},
     "ec_transfer_params": {"a": 1},

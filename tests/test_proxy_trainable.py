@@ -102,7 +102,6 @@ DISTORTING_CASES: dict[str, Any] = {
     "bad_words": ["a", "e", "i", "o", "t", "n", "s", "X", "O", "0", "2", "4", "5"],
     "allowed_token_ids": list(range(20, 120)),
     "min_tokens": 24,
-    "logprob_token_ids": [5, 6],
     "seed": 7,
     "ignore_eos": True,
     "use_beam_search": True,
@@ -117,6 +116,7 @@ DISTORTING_CASES: dict[str, Any] = {
 UNSEEN = {
     "seed": "draws from the same distribution, but the same tokens each time",
     "ignore_eos": "samples on after the end of the response",
+    "use_beam_search": "takes the likeliest tokens of that distribution",
     "length_penalty": "does nothing without beam search",
     "watermarking": "this engine has no watermark configured",
     "vllm_xargs": "this engine has no extensions",
@@ -125,6 +125,7 @@ UNSEEN = {
     "logits_processors": "no parameter of this engine any more",
 }
 WITHHELD_CASES: dict[str, Any] = {
+    "logprob_token_ids": [5, 6],
     "include_reasoning": False,
     "echo": True,
     "prompt_logprobs": 1,
@@ -245,6 +246,24 @@ async def test_what_is_forwarded_leaves_the_distribution_alone(
         assert call.untrainable is None
         assert call.temperature == temperature
         assert reference.distance(call, temperature) <= EQUAL
+
+
+async def test_a_stop_string_cuts_the_text_not_the_ids(
+    hones: Hones, engine: Any, reference: Reference
+) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(engine.base_dir)
+    found = await trained(hones[1.0], {"stop": ["e", "a", "o"], "max_tokens": 200})
+    stopped = [call for call in found if not tokenizer.decode(call.sampled_ids).endswith("<|im_end|>")]
+    assert stopped
+    for call in stopped:
+        assert call.finish_reason == "stop"
+        whole = tokenizer.decode(call.sampled_ids)
+        text = (call.response or {}).get("content") or ""
+        assert whole.startswith(text)
+        assert set("eao") & set(whole) > set("eao") & set(text)
+        assert reference.distance(call, 1.0) <= EQUAL
 
 
 async def test_the_engine_takes_no_template_from_a_request(hones: Hones) -> None:
