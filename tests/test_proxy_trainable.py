@@ -4,6 +4,7 @@ Every parameter that the installed vLLM knows is sent to it, and what was sample
 transformers at float32.
 """
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import pytest
 import pytest_asyncio
 from proxy_world import World, engine_settings, world
 
+from capture.frames import unpack
 from capture.parameters import DISTORTING, FORWARDED, OLD_GRAMMARS, WITHHELD
 from capture.parse import parse
 from capture.types import ModelCall
@@ -34,12 +36,24 @@ MESSAGES = [
     {"role": "user", "content": "0O2\nX45\n6O8"},
 ]
 BODY: dict[str, Any] = {"model": "policy", "messages": MESSAGES, "max_tokens": 24}
-SCHEMA = {"type": "object", "properties": {"cell": {"type": "integer"}}, "required": ["cell"]}
+SCHEMA = {"type": "object", "properties": {"to": {"type": "string"}}, "required": ["to"]}
+
+
+# The model goes on with this in many ways, so that whatever shapes the sampling shows.
+UNSURE: dict[str, Any] = {
+    "messages": [
+        {"role": "system", "content": "s"},
+        {"role": "user", "content": "Free cells"},
+        {"role": "assistant", "content": "XO at tic"},
+    ],
+    "continue_final_message": True,
+    "add_generation_prompt": False,
+}
 
 
 def tool(**fields: Any) -> list[dict[str, Any]]:
-    """The example's tool."""
-    return [{"type": "function", "function": {"name": "play", "parameters": SCHEMA, **fields}}]
+    """A tool that the model would call by another name, so that a grammar shows."""
+    return [{"type": "function", "function": {"name": "move", "parameters": SCHEMA, **fields}}]
 
 
 # Parameter -> what is sent of it (with what it needs beside it), at a value that does something.
@@ -59,7 +73,7 @@ FORWARDED_CASES: dict[str, dict[str, Any]] = {
     "add_special_tokens": {"add_special_tokens": True},
     "truncate_prompt_tokens": {"truncate_prompt_tokens": 10},
     "truncation_side": {"truncate_prompt_tokens": 10, "truncation_side": "right"},
-    "stop": {"stop": ["e", "a", "o", "cell", "}"]},
+    "stop": {"stop": ["e", "a", "cell", "}"]},
     "stop_token_ids": {"stop_token_ids": list(range(30, 90))},
     "max_tokens": {"max_tokens": 3},
     "max_completion_tokens": {"max_completion_tokens": 3},
@@ -89,8 +103,7 @@ FORWARDED_CASES: dict[str, dict[str, Any]] = {
 }
 REFUSED_FORWARDED = {"chat_template": "{{ messages[-1].content }}"}  # engines take no templates from requests
 
-# The same for what is taken out; `untouched` are those that this engine would not honour, or that leave
-# logprobs as they are, though not what is sampled: why each goes stands in `capture.parameters`.
+# The same for what is taken out: why each goes stands in `capture.parameters`.
 DISTORTING_CASES: dict[str, Any] = {
     "top_p": 0.5,
     "top_k": 2,
@@ -98,8 +111,8 @@ DISTORTING_CASES: dict[str, Any] = {
     "presence_penalty": 2,
     "frequency_penalty": 2,
     "repetition_penalty": 1.8,
-    "logit_bias": {str(token): 4 for token in range(40, 60)},
-    "bad_words": ["a", "e", "i", "o", "t", "n", "s", "X", "O", "0", "2", "4", "5"],
+    "logit_bias": {str(token): 20 for token in range(40, 60)},
+    "bad_words": ["X", "O", "1", "3", "5", "7"],
     "allowed_token_ids": list(range(20, 120)),
     "min_tokens": 24,
     "seed": 7,
@@ -113,6 +126,8 @@ DISTORTING_CASES: dict[str, Any] = {
     "ec_transfer_params": {"a": 1},
     "logits_processors": ["x"],
 }
+REFUSED = {"thinking_token_budget": "reasoning"}  # what the engine says of it: it has no reasoning parser
+# What leaves the logprobs as they are, in this engine or in all.
 UNSEEN = {
     "seed": "draws from the same distribution, but the same tokens each time",
     "ignore_eos": "samples on after the end of the response",
@@ -146,7 +161,7 @@ GRAMMAR_CASES: dict[str, dict[str, Any]] = {
     },
     "structured_outputs": {"structured_outputs": {"regex": "[ab]{9}"}},
     "required": {"tools": tool(), "tool_choice": "required"},
-    "named": {"tools": tool(), "tool_choice": {"type": "function", "function": {"name": "play"}}},
+    "named": {"tools": tool(), "tool_choice": {"type": "function", "function": {"name": "move"}}},
 }
 STRICT_CASES: dict[str, dict[str, Any]] = {
     "strict": {"tools": tool(strict=True)},
@@ -196,17 +211,20 @@ async def hones(engine: Any, tmp_path_factory: pytest.TempPathFactory) -> AsyncI
         yield found
 
 
-async def calls(hone: World, prefix: str, fields: dict[str, Any], repeats: int = REPEATS) -> list[ModelCall]:
-    """The calls as they were captured."""
-    before = len(hone.raw_calls())
-    for _ in range(repeats):
-        async with hone.client.post(
-            hone.url + prefix + CHAT, data=msgspec.json.encode({**BODY, **fields})
-        ) as response:
+async def calls(hone: World, prefix: str, fields: dict[str, Any]) -> list[ModelCall]:
+    """Some calls at once, as they were captured."""
+    body = msgspec.json.encode({**BODY, **fields})
+
+    async def ask() -> None:
+        async with hone.client.post(hone.url + prefix + CHAT, data=body) as response:
             assert response.status == 200, await response.text()
             await response.read()
-    found = [parse(raw) for raw in hone.raw_calls()[before:]]
-    assert len(found) == repeats
+
+    ((last,),) = hone.store._rows("SELECT ifnull(max(id), 0) FROM frames")
+    await asyncio.gather(*(ask() for _ in range(REPEATS)))
+    rows = hone.store._rows("SELECT body FROM frames WHERE id > ?", (last,))
+    found = [parse(raw) for (frame,) in rows for raw in unpack(frame)]
+    assert len(found) == REPEATS
     return found
 
 
@@ -305,7 +323,11 @@ async def observed(hone: World, fields: dict[str, Any], temperature: float) -> l
 async def test_what_is_taken_out_would_distort(
     hones: Hones, reference: Reference, name: str, temperature: float
 ) -> None:
-    found = await observed(hones[temperature], {name: DISTORTING_CASES[name]}, temperature)
+    if name in REFUSED:
+        status, answer, _ = await hones[temperature].post(CHAT, {**BODY, name: DISTORTING_CASES[name]})
+        assert (status, REFUSED[name] in answer["error"]["message"]) == (400, True)
+        return
+    found = await observed(hones[temperature], {**UNSURE, name: DISTORTING_CASES[name]}, temperature)
     assert [call.untrainable for call in found] == ["sampling"] * REPEATS
     distance = max(reference.distance(call, temperature) for call in found)
     assert distance <= EQUAL if name in UNSEEN else distance >= DIFFERENT
