@@ -10,12 +10,14 @@ from typing import Any
 import msgspec
 
 from capture.completion import Completion, read_body, read_stream
+from capture.parameters import DISTORTING, OLD_GRAMMARS, TEMPERATURE_MIN, TEXT_PARTS
 from capture.reasons import (
     BAD_LOGPROBS,
     ERROR,
     GRAMMAR,
     LATE,
     LENGTH_MISMATCH,
+    MEDIA,
     N_CHOICES,
     NO_TOKEN_IDS,
     NO_VERSION,
@@ -32,25 +34,6 @@ BROKEN = (msgspec.MsgspecError, ValueError, RecursionError)
 _UNFINISHED = (None, "abort", "error")
 _LOGPROB_MIN = -9999.0  # vLLM's stand-in for minus infinity and for "missing"
 _LOGPROB_MAX = 1e-3  # zero, and room for rounding
-_TEMPERATURE_MIN = 0.01  # below it vLLM samples greedily or at 0.01
-
-# Neutral values of what shapes sampling beside temperature; anything else there is `sampling`.
-_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "top_p": (1, None),
-    "top_k": (0, -1, None),
-    "min_p": (0, None),
-    "presence_penalty": (0, None),
-    "frequency_penalty": (0, None),
-    "repetition_penalty": (1, None),
-    "logit_bias": (None, {}),
-    "bad_words": (None, []),
-    "allowed_token_ids": (None, []),
-    "min_tokens": (0, None),
-    "ignore_eos": (False, None),
-    "use_beam_search": (False, None),
-    "logits_processors": (None, []),
-}
-_GRAMMARS = ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
 
 Fields = Mapping[str, Any]
 
@@ -116,9 +99,11 @@ def _distribution(fields: Fields) -> str | None:
     """Why the tokens did not come from softmax(logits / temperature), None if they did."""
     if _grammar(fields):
         return GRAMMAR
-    if any(name in fields and fields[name] not in neutral for name, neutral in _NEUTRAL.items()):
+    if any(name in fields and fields[name] not in one.neutral for name, one in DISTORTING.items()):
         return SAMPLING
-    return None if _temperature(fields) >= _TEMPERATURE_MIN else TEMPERATURE_ZERO
+    if _temperature(fields) < TEMPERATURE_MIN:
+        return TEMPERATURE_ZERO
+    return None if all(map(_is_text, _objects(fields, "messages"))) else MEDIA
 
 
 def _grammar(fields: Fields) -> bool:
@@ -126,15 +111,27 @@ def _grammar(fields: Fields) -> bool:
     if fields.get("tool_choice") not in (None, "auto", "none"):
         return True
     response_format = fields.get("response_format")
-    if response_format is not None and response_format != {"type": "text"}:
+    free = isinstance(response_format, dict) and response_format.get("type") == "text"
+    if response_format is not None and not free:
         return True
-    if any(fields.get(name) is not None for name in _GRAMMARS):
+    if any(fields.get(name) is not None for name in ("structured_outputs", *OLD_GRAMMARS)):
         return True
     tools = _objects(fields, "tools")
     if not tools or fields.get("tool_choice") == "none":
         return False
     return fields.get("parallel_tool_calls") is False or any(
         isinstance(tool.get("function"), dict) and tool["function"].get("strict") for tool in tools
+    )
+
+
+def _is_text(message: Fields) -> bool:
+    """Whether a message is nothing but tokens: an image's are not what the model read."""
+    content = message.get("content")
+    parts = content if isinstance(content, list) else []
+    return all(
+        part.get("type", "text" if "text" in part else None) in TEXT_PARTS
+        for part in parts
+        if isinstance(part, dict)
     )
 
 

@@ -9,6 +9,8 @@ PARTIAL: Final = "partial"
 NO_TOKEN_IDS: Final = "no_token_ids"
 LENGTH_MISMATCH: Final = "length_mismatch"
 BAD_LOGPROBS: Final = "bad_logprobs"
+REDACTED: Final = "redacted"
+MEDIA: Final = "media"
 GRAMMAR: Final = "grammar"
 SAMPLING: Final = "sampling"
 N_CHOICES: Final = "n_choices"
@@ -27,8 +29,10 @@ UNTRAINABLE: Final[dict[str, str]] = {
     NO_TOKEN_IDS: "The engine's response has no token ids, so what was sampled is not known exactly.",
     LENGTH_MISMATCH: "Token ids, logprobs and the engine's own token count disagree.",
     BAD_LOGPROBS: "A logprob is missing, not finite or above zero.",
+    REDACTED: "Redaction changed the stored text, so the ids that were sampled were not kept.",
+    MEDIA: "The prompt holds images, sound or video, which the learner does not see.",
     GRAMMAR: "A grammar (forced tool choice, response format, structured output) masked the sampling.",
-    SAMPLING: "A sampling parameter other than temperature shaped the distribution (top_p, penalties, bias).",
+    SAMPLING: "A parameter other than temperature shaped the sampling (top_p, penalties, bias, seed).",
     N_CHOICES: "The call asked for more than one choice.",
     TEMPERATURE_ZERO: "Temperature 0 is greedy: it has no distribution to learn from.",
     NO_VERSION: "It is not known which version of the policy answered.",

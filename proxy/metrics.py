@@ -9,6 +9,8 @@ from typing import Literal
 import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from capture.parameters import DISTORTING, FORWARDED, WITHHELD
+
 log = logging.getLogger("hone.proxy")
 
 _DURATION = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
@@ -114,29 +116,7 @@ CATALOGUE = (
 )
 
 # Parameters with a label of their own: agents choose names, and labels must stay few.
-NAMED = frozenset(
-    {
-        "temperature",
-        "max_tokens",
-        "max_completion_tokens",
-        "seed",
-        "top_p",
-        "top_k",
-        "min_p",
-        "presence_penalty",
-        "frequency_penalty",
-        "repetition_penalty",
-        "logit_bias",
-        "bad_words",
-        "allowed_token_ids",
-        "min_tokens",
-        "ignore_eos",
-        "parallel_tool_calls",
-        "tools",
-        "response_format",
-        "tool_choice",
-    }
-)
+NAMED = FORWARDED | DISTORTING.keys() | WITHHELD.keys()
 
 
 class OfRoute:

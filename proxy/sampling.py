@@ -1,9 +1,9 @@
 """What the proxy sets in a request of a training rollout, and what it takes out. Pure.
 
 A call is trainable only if the learner can recompute the distribution it was sampled from,
-softmax(logits / T). Whatever shapes it otherwise is removed, and recorded in `changed`:
-request key -> what was sent upstream instead, None for a key that was left out. The request as the
-agent sent it is stored beside it.
+softmax(logits / T). What is not known to leave it alone (`capture.parameters`) is removed, and recorded
+in `changed`: request key -> what was sent upstream instead, None for a key that was left out. The
+request as the agent sent it is stored beside it.
 """
 
 from typing import Any
@@ -11,41 +11,18 @@ from typing import Any
 import msgspec
 from msgspec import Raw
 
+from capture.parameters import FORWARDED
 from capture.reasons import GRAMMAR
 from proxy.dialects.chat import FALSE, NULL, Fields
 from proxy.refusal import Refused
 from proxy.settings import Sampling
 
-# Keys that leave the sampling distribution alone: they shape the prompt, the stops or the answer's form.
-ALLOWED = frozenset(
-    {
-        "model",
-        "messages",
-        "tools",
-        "tool_choice",
-        "parallel_tool_calls",
-        "response_format",
-        "stop",
-        "stop_token_ids",
-        "max_tokens",
-        "max_completion_tokens",
-        "stream",
-        "stream_options",
-        "logprobs",
-        "top_logprobs",
-        "return_token_ids",
-        "return_tokens_as_token_ids",
-        "temperature",
-        "n",
-        "user",
-        "documents",
-        "reasoning_effort",
-        "chat_template_kwargs",
-        "add_generation_prompt",
-        "continue_final_message",
-    }
-)
 
+class _Format(msgspec.Struct):
+    type: str
+
+
+_FORMAT = msgspec.json.Decoder(_Format)
 _OBJECTS = msgspec.json.Decoder(list[dict[str, Raw]])
 _OBJECT = msgspec.json.Decoder(dict[str, Raw])
 _ENCODE = msgspec.json.Encoder().encode
@@ -64,7 +41,7 @@ def shape(fields: Fields, sampling: Sampling, max_model_len: int | None) -> Chan
     if fields.get("n", NULL) not in (NULL, Raw(b"1")):
         raise Refused(400, "n_not_supported", "A training rollout takes n = 1 only.", param="n")
     changed: Changed = {}
-    for name in [name for name in fields if name not in ALLOWED]:
+    for name in [name for name in fields if name not in FORWARDED]:
         del fields[name]
         changed[name] = None
     if sampling.grammar == "strip":
@@ -81,8 +58,19 @@ def untrainable(fields: Fields) -> str | None:
     """Why a shaped request's call cannot be trained, if that is known beforehand."""
     if fields.get("tool_choice", _AUTO) not in (_AUTO, _NONE, NULL):
         return GRAMMAR
-    response_format = bytes(fields.get("response_format", NULL))
-    return None if response_format == b"null" or b'"text"' in response_format else GRAMMAR
+    if fields.get("structured_outputs", NULL) != NULL:
+        return GRAMMAR
+    return None if _is_free_text(fields.get("response_format", NULL)) else GRAMMAR
+
+
+def _is_free_text(response_format: Raw) -> bool:
+    """Whether a response format masks nothing."""
+    if response_format == NULL:
+        return True
+    try:
+        return _FORMAT.decode(response_format).type == "text"
+    except msgspec.DecodeError:
+        return False
 
 
 def _free_choice(fields: Fields) -> bool:
@@ -91,9 +79,10 @@ def _free_choice(fields: Fields) -> bool:
 
 
 def _strip_grammar(fields: Fields, changed: Changed) -> None:
-    if fields.get("response_format", NULL) != NULL:
-        del fields["response_format"]
-        changed["response_format"] = None
+    for name in ("response_format", "structured_outputs"):
+        if fields.get(name, NULL) != NULL:
+            del fields[name]
+            changed[name] = None
     if fields.get("tool_choice", _AUTO) not in (_AUTO, _NONE, NULL):
         fields["tool_choice"] = _AUTO
         changed["tool_choice"] = "auto"

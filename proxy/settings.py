@@ -6,6 +6,7 @@ from typing import Literal
 import msgspec
 
 from capture.errors import ConfigError
+from capture.parameters import TEMPERATURE_MIN
 from capture.types import Scope
 
 
@@ -31,7 +32,7 @@ class Route(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How training rollouts sample; eval and observe sample as the agent asks."""
 
-    temperature: float = 1.0  # > 0
+    temperature: float = 1.0  # at least 0.01: below that vLLM samples at 0.01, or greedily
     max_tokens: int = 2048  # cap a call; clamped to what the engine can hold
     grammar: Literal["honour", "strip"] = "honour"  # honour: served, but such a call is not trainable
 
@@ -109,8 +110,11 @@ def check(settings: Settings) -> None:
             raise ConfigError(f"proxy.keys: the key {key.id!r} needs sha256 as 64 hex digits")
     if len({key.id for key in settings.keys}) != len(settings.keys):
         raise ConfigError("proxy.keys: two keys have one id")
-    if settings.sampling.temperature <= 0:
-        raise ConfigError("proxy.sampling.temperature must be above 0: greedy sampling cannot be trained")
+    if settings.sampling.temperature < TEMPERATURE_MIN:
+        raise ConfigError(
+            f"proxy.sampling.temperature must be at least {TEMPERATURE_MIN}: below it the engine samples "
+            "greedily, and that cannot be trained"
+        )
     if settings.sampling.max_tokens < 1:
         raise ConfigError("proxy.sampling.max_tokens must be at least 1")
 

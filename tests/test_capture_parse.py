@@ -5,6 +5,7 @@ from capture_makers import logprobs, raw_call, request, response, stream
 from hypothesis import given
 from hypothesis import strategies as st
 
+from capture.parameters import DISTORTING
 from capture.parse import parse
 from capture.reasons import UNTRAINABLE
 
@@ -78,6 +79,7 @@ GRAMMARS = [
     {"response_format": {"type": "json_object"}},
     {"structured_outputs": {"choice": ["a", "b"]}},
     {"guided_json": {}},
+    {"response_format": {"type": "json_schema", "json_schema": {"name": "text", "schema": {}}}},
     {"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]},
     {"tools": [{"type": "function", "function": {"name": "f"}}], "parallel_tool_calls": False},
 ]
@@ -87,7 +89,28 @@ HARMLESS = [
     {"parallel_tool_calls": False},
     {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "logit_bias": {}, "n": 1, "stop": ["x"], "temperature": 0.7},
 ]
-SHAPED = [{"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}, {"presence_penalty": 1}, {"logit_bias": {"3": 5}}]
+SHAPED = {
+    "top_p": 0.9,
+    "top_k": 5,
+    "min_p": 0.1,
+    "presence_penalty": 1,
+    "frequency_penalty": 0.5,
+    "repetition_penalty": 1.1,
+    "logit_bias": {"3": 5},
+    "bad_words": ["no"],
+    "allowed_token_ids": [1],
+    "min_tokens": 4,
+    "thinking_token_budget": 9,
+    "use_beam_search": True,
+    "length_penalty": 2.0,
+    "seed": 0,
+    "watermarking": True,
+    "ignore_eos": True,
+    "vllm_xargs": {"a": 1},
+    "kv_transfer_params": {"a": 1},
+    "ec_transfer_params": {"a": 1},
+    "logits_processors": ["x"],
+}
 
 
 @pytest.mark.parametrize("fields", GRAMMARS)
@@ -100,9 +123,31 @@ def test_what_leaves_the_distribution_alone_is_trainable(fields):
     assert parsed(request=request(**fields)).untrainable is None
 
 
-@pytest.mark.parametrize("fields", SHAPED)
-def test_what_else_shapes_sampling_makes_a_call_untrainable(fields):
-    assert parsed(request=request(**fields)).untrainable == "sampling"
+@pytest.mark.parametrize("name", DISTORTING)
+def test_what_else_shapes_sampling_makes_a_call_untrainable_unless_it_does_nothing(name):
+    assert parsed(request=request(**{name: SHAPED[name]})).untrainable == "sampling"
+    for value in DISTORTING[name].neutral:
+        assert parsed(request=request(**{name: value})).untrainable is None
+
+
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("go", None),
+        (None, None),
+        ([{"type": "text", "text": "go"}, {"text": "on"}, "!"], None),
+        ([{"type": "text", "text": "what is this?"}, IMAGE], "media"),
+        ([{"image_url": {"url": "http://x/y.png"}}], "media"),
+        ([{"type": "input_audio", "input_audio": {}}], "media"),
+        ([{"type": ["text"]}], "media"),
+    ],
+)
+def test_a_prompt_with_more_than_text_is_not_trained(content, reason):
+    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": content}]
+    assert parsed(request=request(messages)).untrainable == reason
 
 
 def body(**fields):

@@ -141,12 +141,12 @@ def test_every_untrainable_reason_is_told(world: World, reason: str) -> None:
 def test_a_reason_that_nobody_told_us_of_is_told_as_it_is(world: World) -> None:
     world.open("r_a")
     world.call("r_a", [1, 2], [3, 4])
-    world.store.save_calls([model_call("r_a", id="c_r_a_1", untrainable="redacted")], {})
+    world.store.save_calls([model_call("r_a", id="c_r_a_1", untrainable="cursed")], {})
     world.finish("r_a")
     world.ingest()
     assert world.why("r_a")[0] == (
-        "Not trained: none of its sampled tokens may be trained: 2 tokens of call 1 (redacted) were not: "
-        "redacted."
+        "Not trained: none of its sampled tokens may be trained: 2 tokens of call 1 (cursed) were not: "
+        "cursed."
     )
 
 

@@ -4,7 +4,9 @@ import json
 from typing import Any
 
 import pytest
+from capture_makers import raw_call
 
+from capture.parameters import DISTORTING, FORWARDED, OLD_GRAMMARS, WITHHELD
 from capture.parse import parse as parse_call
 from capture.types import RawCall
 from proxy.dialects import chat
@@ -31,30 +33,17 @@ def test_a_plain_request_gets_temperature_and_cap() -> None:
     assert changed == {"temperature": 1.0, "max_tokens": 2048}
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("seed", 1),
-        ("top_p", 0.9),
-        ("top_k", 5),
-        ("min_p", 0.1),
-        ("presence_penalty", 1),
-        ("frequency_penalty", 1),
-        ("repetition_penalty", 1.1),
-        ("logit_bias", {"1": 5}),
-        ("bad_words", ["no"]),
-        ("allowed_token_ids", [1]),
-        ("min_tokens", 4),
-        ("ignore_eos", True),
-        ("structured_outputs", {"choice": ["a"]}),
-        ("thinking_token_budget", 4),
-        ("a_key_of_tomorrow", 1),
-    ],
-)
-def test_what_shapes_sampling_is_removed_and_recorded(name: str, value: Any) -> None:
-    sent, changed = shaped({name: value})
+@pytest.mark.parametrize("name", [*DISTORTING, *WITHHELD, *OLD_GRAMMARS, "a_key_of_tomorrow"])
+def test_what_is_not_known_to_leave_sampling_alone_is_removed_and_recorded(name: str) -> None:
+    sent, changed = shaped({name: 1})
     assert name not in sent
-    assert changed[name] is None
+    assert changed == {name: None, "temperature": 1.0, "max_tokens": 2048}
+
+
+def test_every_parameter_is_judged_once() -> None:
+    assert not FORWARDED & DISTORTING.keys()
+    assert not FORWARDED & WITHHELD.keys()
+    assert not DISTORTING.keys() & WITHHELD.keys()
 
 
 @pytest.mark.parametrize(
@@ -97,7 +86,29 @@ def test_grammar_is_honoured_and_named_or_stripped_on_demand() -> None:
     assert "response_format" not in sent
     assert (changed["tool_choice"], changed["response_format"]) == ("auto", None)
     assert untrainable(chat.parse(json.dumps(sent).encode())) is None
-    assert untrainable(chat.parse(b'{"response_format":{"type":"text"}}')) is None
+    sent, changed = shaped({"structured_outputs": {"choice": ["a"]}}, Sampling(grammar="strip"))
+    assert "structured_outputs" not in sent
+    assert changed["structured_outputs"] is None
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ({"response_format": {"type": "text"}}, None),
+        ({"response_format": None, "structured_outputs": None, "tool_choice": None}, None),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "text"}}}, "grammar"),
+        ({"response_format": "text"}, "grammar"),
+        ({"structured_outputs": {"choice": ["a"]}}, "grammar"),
+        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "grammar"),
+        ({"tool_choice": "none", "tools": [TOOL]}, None),
+    ],
+)
+def test_what_the_proxy_calls_a_grammar_ingest_calls_one_too(
+    body: dict[str, Any], reason: str | None
+) -> None:
+    request = json.dumps({**BASE, **body}).encode()
+    assert untrainable(chat.parse(request)) == reason
+    assert parse_call(raw_call("r_1", request=request)).untrainable == reason
 
 
 def test_temperature_and_cap_replace_what_the_agent_sent() -> None:
