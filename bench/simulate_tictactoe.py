@@ -3,9 +3,10 @@
     python bench/simulate_tictactoe.py --lr 2e-3 --groups 32 --minibatches 2 --batches 30
 
 A game is played token-exact as the agent plays it, but only the token of a move is sampled; the rest
-of a call is taken as written. Prints training rows and, every `--every` batches, 200 games against
-each opponent at `--temperature`. The last line is JSON. What it leaves out: malformed calls and the
-closing reply.
+of a call is taken as written. A token that is no cell makes a call that cannot be read: the agent says
+so, and the game goes on. Prints training rows and, every `--every` batches, the evaluation games against
+each opponent at `--temperature`. The last line is JSON. What it leaves out: the tokens around a move, and
+what else could go wrong in them, and the closing reply.
 """
 
 import argparse
@@ -23,7 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 EXAMPLE = Path(__file__).parent.parent / "examples" / "tictactoe"
 sys.path[:0] = [str(EXAMPLE), str(EXAMPLE.parent.parent)]
 
-from agent import TOOLS, opening  # noqa: E402
+from agent import NO_CALL, TOOLS, opening  # noqa: E402
 from game import Game  # noqa: E402
 from reward import OUTCOMES, WEIGHTS  # noqa: E402
 
@@ -35,6 +36,7 @@ from learner.settings import Settings  # noqa: E402
 from learner.update import update  # noqa: E402
 
 CALL = '<tool_call>\n{"name": "play", "arguments": {"cell": '
+CALL_END = "}}\n</tool_call>"
 ROWS = 64  # games of one forward pass
 Move = tuple[int, int, float]  # position, token, logprob
 
@@ -92,26 +94,35 @@ class Player:
                 token = int(torch.multinomial(logprobs.exp(), 1))
                 moves[index].append((len(prompts[index]), token, float(logprobs[token])))
                 prompts[index].append(token)
-                if token not in self.cells:  # not a call any more: count it as lost
-                    games[index].errors += 1
-                    games[index].result = "loss"
-                    continue
-                cell = self.cells.index(token)
-                answer = games[index].play(cell)
-                call = {"function": {"name": "play", "arguments": {"cell": cell}}}
-                talks[index] += [
-                    {"role": "assistant", "content": "", "tool_calls": [call]},
-                    {"role": "tool", "content": answer},
-                ]
+                talks[index] += self.turn(games[index], token)
                 if not games[index].result:
-                    prompts[index] = self.ids(talks[index])
+                    longer = self.ids(talks[index])
+                    if longer[: len(prompts[index])] != prompts[index]:  # an odd token is written as others
+                        games[index].result = "loss"
+                        continue
+                    prompts[index] = longer
             live = [index for index in live if not games[index].result]
         return list(zip(games, prompts, moves, strict=True))
 
+    def turn(self, game: Game, token: int) -> list[dict[str, Any]]:
+        """The call with this token as its cell, and what the agent answers."""
+        if token in self.cells:
+            cell = self.cells.index(token)
+            call = {"function": {"name": "play", "arguments": {"cell": cell}}}
+            return [
+                {"role": "assistant", "content": "", "tool_calls": [call]},
+                {"role": "tool", "content": game.play(cell)},
+            ]
+        text = CALL + self.tokenizer.decode([token]) + CALL_END
+        return [{"role": "assistant", "content": text}, {"role": "user", "content": game.error(NO_CALL)}]
 
-def reward_of(game: Game) -> float:
-    assert game.result is not None
-    return OUTCOMES[game.result] + WEIGHTS["format"] + WEIGHTS["invalid"] * (game.errors > 0)
+    def reward(self, game: Game, moves: list[Move]) -> float:
+        """As `reward.py` has it."""
+        assert game.result is not None
+        well_formed = sum(token in self.cells for _, token, _ in moves) / len(moves)
+        return (
+            OUTCOMES[game.result] + WEIGHTS["format"] * well_formed + WEIGHTS["invalid"] * (game.errors > 0)
+        )
 
 
 def sample_of(name: str, ids: list[int], moves: list[Move], temperature: float) -> Sample:
@@ -123,12 +134,16 @@ def sample_of(name: str, ids: list[int], moves: list[Move], temperature: float) 
 
 
 def grouped(
-    played: list[tuple[Game, list[int], list[Move]]], size: int, temperature: float, estimator: Any
+    player: Player,
+    played: list[tuple[Game, list[int], list[Move]]],
+    size: int,
+    temperature: float,
+    estimator: Any,
 ) -> list[list[Member]]:
     groups = []
     for start in range(0, len(played), size):
         part = played[start : start + size]
-        rewards = [reward_of(game) for game, _, _ in part]
+        rewards = [player.reward(game, moves) for game, _, moves in part]
         found = advantages(rewards, estimator)
         groups.append(
             [
@@ -186,6 +201,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--temperature", type=float, default=1.0, help="of the evaluation")
     parser.add_argument("--explore", type=float, default=1.0, help="temperature of the training games")
     parser.add_argument("--advantage", default="centred", help="or grpo, leave_one_out")
+    parser.add_argument("--kl", type=float, default=0.0, help="coefficient of the KL to the base")
     parser.add_argument("--seed", type=int, default=42)
     return parser.parse_args()
 
@@ -204,6 +220,7 @@ def main() -> None:
         lr_schedule="linear" if args.decay else "constant",
         lr_warmup_steps=args.warmup,
         clip_grad=args.clip,
+        kl_coef=args.kl,
         steps_max=args.batches * args.minibatches * args.passes,
         seed=args.seed,
     )
@@ -225,7 +242,7 @@ def main() -> None:
     for batch in range(args.batches):
         chosen = [train[(batch * args.groups + i) % len(train)] for i in range(args.groups)]
         played = player.play([one for one in chosen for _ in range(args.size)], args.explore)
-        waiting.append(grouped(played, args.size, args.explore, args.advantage))
+        waiting.append(grouped(player, played, args.size, args.explore, args.advantage))
         if len(waiting) <= args.stale:
             continue
         sums = update(settings, model, optimizer, waiting.popleft(), lambda: False, steps)
@@ -233,7 +250,9 @@ def main() -> None:
         counts = tally([game for game, _, _ in played])
         shares = "  ".join(f"{name} {count / len(played):.2f}" for name, count in counts.items())
         numbers = sums.numbers()
-        measured = f"entropy {numbers['entropy']:.2f}  norm {numbers['grad_norm']:.3f}"
+        measured = (
+            f"entropy {numbers['entropy']:.2f}  norm {numbers['grad_norm']:.3f}  kl {numbers['kl']:.2f}"
+        )
         print(f"batch {batch + 1}  {shares}  {measured}  {time.monotonic() - began:.0f} s", flush=True)
         if (batch + 1) % args.every == 0:
             rows.append({"games": (batch + 1) * len(played), **evaluate(player, args.temperature)})
