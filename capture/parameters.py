@@ -93,6 +93,17 @@ DISTORTING: Final[Mapping[str, Distortion]] = {
 }
 """Taken out of training requests; elsewhere a call that was sampled with one is not trainable."""
 
+PROMPT_AS_IDS: Final = frozenset({"prompt_token_ids"})
+"""Keys of `kv_transfer_params` that give the prompt: the engine reports it, and samples as ever."""
+
+
+def distorts(name: str, value: object) -> bool:
+    """Whether sampling with this value of a distorting parameter is not softmax(logits / T)."""
+    if name == "kv_transfer_params" and isinstance(value, dict) and value.keys() == PROMPT_AS_IDS:
+        return False
+    return value not in DISTORTING[name].neutral
+
+
 WITHHELD: Final[Mapping[str, str]] = {
     "include_reasoning": "false makes the engine leave out ids and logprobs",
     "echo": "repeats a message in the answer that was not sampled now",

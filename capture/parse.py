@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from capture.completion import Completion, read_body, read_stream
-from capture.parameters import DISTORTING, OLD_GRAMMARS, TEMPERATURE_MIN, TEXT_PARTS
+from capture.parameters import DISTORTING, OLD_GRAMMARS, TEMPERATURE_MIN, TEXT_PARTS, distorts
 from capture.reasons import (
     BAD_LOGPROBS,
     ERROR,
@@ -99,7 +99,7 @@ def _distribution(fields: Fields) -> str | None:
     """Why the tokens did not come from softmax(logits / temperature), None if they did."""
     if _grammar(fields):
         return GRAMMAR
-    if any(name in fields and fields[name] not in one.neutral for name, one in DISTORTING.items()):
+    if any(name in fields and distorts(name, fields[name]) for name in DISTORTING):
         return SAMPLING
     if _temperature(fields) < TEMPERATURE_MIN:
         return TEMPERATURE_ZERO

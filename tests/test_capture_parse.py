@@ -130,6 +130,13 @@ def test_what_else_shapes_sampling_makes_a_call_untrainable_unless_it_does_nothi
         assert parsed(request=request(**{name: value})).untrainable is None
 
 
+def test_a_prompt_given_as_ids_is_sampled_from_as_ever():
+    ids = {"prompt_token_ids": [1, 2]}
+    assert parsed(request=request(kv_transfer_params=ids)).untrainable is None
+    remote = {**ids, "do_remote_prefill": True}
+    assert parsed(request=request(kv_transfer_params=remote)).untrainable == "sampling"
+
+
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
 
 
