@@ -27,7 +27,7 @@ class Sums(msgspec.Struct):
     """What adds up over the trained tokens of micro-batches and steps."""
 
     steps: int = 0
-    tokens: int = 0  # owned and trained, once a pass
+    tokens: int = 0  # owned, of the samples that have a gradient, once a pass
     sample_tokens: int = 0  # of the trained samples, with their context
     loss: float = 0.0  # summed over steps
     grad_norm: float = 0.0  # before clipping, summed over steps
