@@ -73,7 +73,7 @@ class FateCounts(msgspec.Struct, frozen=True):
     """By `trained`, `zero_advantage`, `no_tokens` (in a committed batch, with none that could be
     trained), `pending`, `eval`, `observe`, or a drop reason."""
     calls: dict[str, int]
-    """Calls of train rollouts whose tokens are not trained for a reason of their own, by that reason;
+    """Calls of rollouts for training whose tokens are not trained for a reason of their own, by that reason;
     those that went to models that are not being trained are among them."""
 
 

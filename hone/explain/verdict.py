@@ -3,7 +3,7 @@
 Every sentence begins with `Trained`, `Not trained`, `Not yet` or `Not for training`, and names the
 setting to change where there is one. What decided is the verdict's `kind`:
 
-* not for training: `eval`, `observe`;
+* not for training: `eval`, `observe` (`hone.explain.passive`);
 * not yet (`hone.explain.waits`): `open`, `sealed`, `ingested`, `requires_score`, `group_open`,
   `group_waits`, `grouped`, `taken`;
 * left before it was trained (`hone.explain.drops`): a drop reason, or `pin_expired`;
