@@ -21,7 +21,8 @@ class PassiveSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     train: bool = False
     """Observed rollouts are trained by the live run, as far as the policy answered them and their sampling
     was pure. They are grouped by scenario and by the key that owns them: what one tenant's users ask is
-    never compared with what another's do."""
+    never compared with what another's do. They are served the promoted version: once that is further than
+    `train.staleness_max` behind, they are dropped as stale."""
     group_size: Count = 8
     """Scored rollouts that fill a group."""
 
