@@ -22,6 +22,8 @@ from capture.types import (
     LedgerRow,
     Lineage,
     ModelCall,
+    Promotion,
+    PromotionKind,
     RawCall,
     Rollout,
     StepRow,
@@ -335,6 +337,24 @@ class Store(Protocol):
         engine that verified it (`Conflict`); never goes back to an older one of the lineage."""
 
     def retire_version(self, policy: str, version: int) -> None: ...
+    def ask_promotion(self, policy: str, version: int | None, kind: PromotionKind) -> Promotion | None:
+        """Ask that `version` be promoted, in place of what was asked for and is not served yet. None: it is
+        promoted already. Version None: the active one; for a rollback the one promoted before the present
+        one. `NotFound`, or `Conflict` for a version that no engine ever proved, say what to do."""
+
+    def promotions(self, policy: str) -> list[Promotion]:
+        """All of them, oldest first."""
+
+    def open_promotion(self, policy: str) -> Promotion | None:
+        """The one that is asked for and not served yet."""
+
+    def promote(self, n: int, epoch: int) -> bool:
+        """One row: everyone but training and evaluation is served this promotion's version from now on.
+        False if it was taken back meanwhile; `Conflict` unless an engine has verified the version."""
+
+    def refuse_promotion(self, n: int, reason: str, epoch: int) -> None:
+        """Close it without serving it, unless it is closed."""
+
     def pinned_versions(self, policy: str) -> dict[int, int]:
         """Version -> number of open rollouts pinned to it."""
 

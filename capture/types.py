@@ -26,6 +26,7 @@ GroupState = Literal["open", "closed", "taken", "trained", "dropped"]
 BatchState = Literal["taken", "committed", "dropped"]
 VersionState = Literal["committed", "published", "active", "retired", "failed"]
 EngineVersionState = Literal["loaded", "verified", "indistinguishable", "failed", "unloaded"]
+PromotionKind = Literal["promote", "rollback"]
 Attribution = Literal["path", "key", "header", "stitched", "headless"]
 Scope = Literal["infer", "reward", "train", "admin"]
 
@@ -218,6 +219,25 @@ class EngineVersion(msgspec.Struct, frozen=True, kw_only=True):
     detail: str = ""
     in_flight: int = 0  # requests this engine was answering at activation
     at: float = 0.0
+
+
+class Promotion(msgspec.Struct, frozen=True, kw_only=True):
+    """Somebody asked that everyone but training and evaluation be served a version. It is served from when a
+    proxy made it so; until then, or if a `reason` says why not, the one before it still is."""
+
+    n: int  # rises with every ask
+    policy: str
+    version: int
+    kind: PromotionKind
+    asked_at: float
+    replaced: int | None = None  # the version that was served until then
+    served_at: float | None = None
+    reason: str | None = None  # why it never was served
+
+    @property
+    def is_open(self) -> bool:
+        """True iff engines have yet to prove the version."""
+        return self.served_at is None and self.reason is None
 
 
 class LedgerRow(msgspec.Struct, frozen=True):

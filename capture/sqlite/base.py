@@ -142,18 +142,22 @@ def migrate(db: apsw.Connection) -> None:
             "CREATE TABLE IF NOT EXISTS migrations "
             "(number INTEGER PRIMARY KEY, name TEXT NOT NULL, applied_at REAL NOT NULL)"
         )
-        at = _schema(db)
-        if at > known[-1][0]:
-            raise StoreError(f"the store has schema {at}, this Hone knows up to {known[-1][0]}: upgrade Hone")
-        for number, name, sql in known[at:]:
+        newest = max(_applied(db), default=0)
+        if newest > known[-1][0]:
+            raise StoreError(
+                f"the store has schema {newest}, this Hone knows up to {known[-1][0]}: upgrade Hone"
+            )
+        for number, name, sql in known:
+            if number in _applied(db):
+                continue
             with db_transaction(db):
-                if _schema(db) < number:  # another process may have been faster
+                if number not in _applied(db):  # another process may have been faster
                     db.execute(sql)
                     db.execute("INSERT INTO migrations VALUES (?, ?, ?)", (number, name, time.time()))
 
 
-def _schema(db: apsw.Connection) -> int:
-    return next(db.execute("SELECT max(number) FROM migrations"))[0] or 0
+def _applied(db: apsw.Connection) -> set[int]:
+    return {number for (number,) in db.execute("SELECT number FROM migrations")}
 
 
 @contextmanager

@@ -124,6 +124,18 @@ INVARIANTS: Final[tuple[tuple[str, str], ...]] = (
         "AND version IN (active, promoted))",
     ),
     (
+        "its promoted version is not the newest that was promoted",
+        "SELECT policy FROM policies WHERE promoted != (SELECT version FROM promotions "
+        "WHERE promotions.policy = policies.policy AND served_at IS NOT NULL ORDER BY n DESC LIMIT 1)",
+    ),
+    (
+        "its promotion did not replace the one before it, or was both served and refused",
+        "SELECT policy || ': promotion ' || n FROM promotions AS it WHERE served_at IS NOT NULL "
+        "AND (reason IS NOT NULL OR replaced IS NULL OR replaced != coalesce((SELECT version "
+        "FROM promotions WHERE policy = it.policy AND served_at IS NOT NULL AND n < it.n "
+        "ORDER BY n DESC LIMIT 1), replaced))",
+    ),
+    (
         "a version does not follow its parent by one, or its number was not given out yet",
         "SELECT child.policy || '@v' || child.version FROM versions AS child "
         "JOIN policies ON policies.policy = child.policy LEFT JOIN versions AS parent "

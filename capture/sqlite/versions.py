@@ -91,18 +91,20 @@ class Versions(Rollouts):
                 raise Conflict(f"{policy}@v{version} is older than the active v{active}")
             if found.state not in ("published", "active"):
                 raise Conflict(f"{policy}@v{version} is {found.state}: only a published version is activated")
-            verified = self._value(
-                "SELECT 1 FROM engine_versions WHERE policy = ? AND version = ? "
-                "AND state IN ('verified', 'indistinguishable')",
-                (policy, version),
-            )
-            if not verified:
+            if not self._is_verified(policy, version):
                 raise Conflict(f"{policy}@v{version}: no engine has verified it")
             self._db.execute("UPDATE policies SET active = ? WHERE policy = ?", (version, policy))
             self._db.execute(
                 "UPDATE versions SET state = 'active', activated_at = ? WHERE policy = ? AND version = ?",
                 (self.now(), policy, version),
             )
+
+    def _is_verified(self, policy: str, version: int) -> bool:
+        sql = (
+            "SELECT 1 FROM engine_versions WHERE policy = ? AND version = ? "
+            "AND state IN ('verified', 'indistinguishable')"
+        )
+        return self._value(sql, (policy, version)) is not None
 
     def retire_version(self, policy: str, version: int) -> None:
         with self._write():
