@@ -1,4 +1,4 @@
-"""Load -> verify -> activate -> unload: one process does it, under the store's `activator` lease.
+"""Load -> verify -> activate -> promote -> unload: one process does it, under the store's `activator` lease.
 
 `proxy.plan` decides; `Activator` carries it out. A name is loaded once and never again with other
 weights: vLLM's prefix cache would keep the old ones' results.
@@ -8,21 +8,19 @@ import asyncio
 import math
 import time
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from capture.adapters import Manifest, read_manifest
 from capture.errors import AdapterError, Conflict, StoreError, UpstreamError
-from capture.types import EngineVersion, Version
+from capture.types import EngineVersion, Promotion
 from proxy.engines import USABLE, Engine, Fleet, View, versioned
 from proxy.metrics import Metrics
 from proxy.plan import EngineView, Memory, Plan, plan
+from proxy.prover import Prover
 from proxy.settings import Engines
 from proxy.storage import Storage
 from proxy.upstream import Upstream
-from proxy.verify import Verdict, answers, at, distance, judge, probes, question
 
 LEASE = "activator"
 
@@ -43,14 +41,13 @@ class Activator:
     ) -> None:
         self._fleet = fleet
         self._settings = settings
-        self._upstream = upstream
         self._storage = storage
         self._metrics = metrics
         self._holder = holder
         self._ttl_s = lease_ttl_s
         self._memory = Memory()
+        self._prover = Prover(fleet, settings, upstream)
         self._attempts: Counter[tuple[str, int]] = Counter()
-        self._floors: dict[str, float] = {}
         self._epoch: int | None = None
         self._renewed_at = -math.inf
 
@@ -84,8 +81,12 @@ class Activator:
             await self._load(*todo.load[0], view)
         if todo.activate is not None:
             await self._activate(todo.activate)
+        if view.asked is not None and view.asked.n in (todo.promote, todo.refuse):
+            await self._promote(view.asked, served=todo.promote is not None)
         for incarnation, version in todo.unload:
-            await self._unload(incarnation, version)
+            # The load before it may have taken longer than the lease, and another proxy promoted it since.
+            if await self._hold_lease() and version not in (await self._fleet.refresh()).named:
+                await self._unload(incarnation, version)
         for version in todo.retire:
             await self._storage.call(store.retire_version, policy, version)
         if todo != Plan():
@@ -123,7 +124,7 @@ class Activator:
         if engine is None:
             return
         try:
-            verdict, load_s, verify_s = await self._prove(engine, view.versions[version])
+            verdict, load_s, verify_s = await self._prover.prove(engine, view.versions[version])
         except (UpstreamError, AdapterError) as error:
             self._attempts[incarnation, version] += 1
             self._metrics.swap_failures.labels("load").inc()
@@ -141,87 +142,6 @@ class Activator:
         if verdict.state == "failed":
             self._metrics.swap_failures.labels("verify").inc()
             await self._unload(incarnation, version)
-
-    async def _prove(self, engine: Engine, row: Version) -> tuple[Verdict, float, float]:
-        """Verdict, load and verify seconds. `AdapterError` if it cannot be loaded or compared."""
-        began = time.monotonic()
-        manifest = await self._manifest(row)
-        name = versioned(row.policy, row.version)
-        await self._put(engine, name, str(row.path))
-        loaded = time.monotonic()
-        positions = probes(manifest.canary_logprobs, manifest.parent_logprobs)
-        floor = await self._floor(engine, manifest, positions)
-        try:
-            verdict = judge(
-                await self._measure(engine, name, manifest.canary_ids, positions),
-                at(manifest.canary_logprobs, positions),
-                at(manifest.parent_logprobs, positions),
-                at(manifest.base_logprobs, positions),
-                floor,
-            )
-        except ValueError as error:
-            raise AdapterError(f"{name}: {error}") from None
-        return verdict, loaded - began, time.monotonic() - loaded
-
-    async def _manifest(self, row: Version) -> Manifest:
-        manifest = await asyncio.to_thread(read_manifest, Path(str(row.path)))
-        lists = (manifest.canary_logprobs, manifest.parent_logprobs, manifest.base_logprobs)
-        if not manifest.canary_ids or any(len(one) != len(manifest.canary_ids) - 1 for one in lists):
-            raise AdapterError(f"{row.path}: the canary of its manifest is incomplete")
-        if (manifest.policy, manifest.version) != (row.policy, row.version):
-            raise AdapterError(f"{row.path} holds {manifest.policy}@v{manifest.version}")
-        return manifest
-
-    async def _put(self, engine: Engine, name: str, path: str) -> None:
-        """Load unless the engine has that name from that path already; it must say so afterwards."""
-        held = (await self._fleet.models(engine)).get(name)
-        if held is None:
-            body = msgspec.json.encode({"lora_name": name, "lora_path": path})
-            status, answer = await self._ask(engine, "/v1/load_lora_adapter", body)
-            if status != 200:
-                raise AdapterError(f"{engine.url} did not load {name}: {status} {answer[:500]!r}")
-            held = (await self._fleet.models(engine)).get(name)
-        if held is None or held.root != path:
-            raise AdapterError(f"{engine.url} serves {name} from {held and held.root}, not from {path}")
-        engine.set_adapter(name, path)
-
-    async def _floor(self, engine: Engine, manifest: Manifest, positions: list[int]) -> float:
-        """How far the engine's base is from the learner's base: no smaller difference means anything."""
-        if engine.incarnation not in self._floors:
-            if engine.base is None:
-                raise AdapterError(f"{engine.url} names no base model in GET /v1/models")
-            try:
-                measured = await self._measure(engine, engine.base, manifest.canary_ids, positions)
-                found = distance(measured, at(manifest.base_logprobs, positions))
-            except ValueError as error:
-                raise AdapterError(f"{engine.url}: {error}") from None
-            if not found <= self._settings.verify_floor_max:
-                raise AdapterError(
-                    f"{engine.url} serves another base model than the learner trains: canary logprobs "
-                    f"differ by {found:.3g} nats (proxy.engines.verify_floor_max)"
-                )
-            self._floors[engine.incarnation] = max(found, self._settings.verify_floor)
-        return self._floors[engine.incarnation]
-
-    async def _measure(self, engine: Engine, model: str, ids: list[int], positions: list[int]) -> list[float]:
-        """The engine's logprobs of `ids` at these positions, ascending, at temperature 1."""
-        found: list[float] = []
-        # The longest prompt alone first: the others then find most of theirs in the prefix cache.
-        for part in (positions[-1:], positions[:-1]):
-            if not part:
-                continue
-            body = msgspec.json.encode(question(model, ids, part))
-            status, answer = await self._ask(engine, "/v1/completions", body)
-            if status != 200:
-                raise AdapterError(f"{engine.url} refused the canary for {model}: {status} {answer[:500]!r}")
-            try:
-                found = answers(msgspec.json.decode(answer), ids, part) + found
-            except (msgspec.DecodeError, ValueError) as error:
-                raise AdapterError(f"{engine.url} did not answer the canary: {error}") from None
-        return found
-
-    async def _ask(self, engine: Engine, path: str, body: bytes) -> tuple[int, bytes]:
-        return await self._upstream.ask(engine.url + path, body, self._settings.load_timeout_s)
 
     # -- activate and retire ---------------------------------------------------------------------
 
@@ -248,6 +168,21 @@ class Activator:
             }
             await self._storage.call(store.put_metrics, run, "swap", note)
 
+    async def _promote(self, asked: Promotion, *, served: bool) -> None:
+        """One store row: the version is served, or never will be, and why."""
+        assert self._epoch is not None
+        store = self._storage.store
+        waited = time.monotonic() - self._memory.asked_since.pop(asked.n, time.monotonic())
+        if not served:
+            mine = [pair for pair in self._fleet.view.pairs if pair.version == asked.version]
+            up = {engine.incarnation for engine in self._fleet.engines if engine.healthy}
+            failed = [f"{pair.engine}: {pair.detail}" for pair in mine if pair.engine in up]
+            await self._storage.call(store.refuse_promotion, asked.n, "; ".join(failed), self._epoch)
+            self._metrics.swap_failures.labels("promote").inc()
+        elif await self._storage.call(store.promote, asked.n, self._epoch):
+            self._metrics.swap_seconds.labels("promote").observe(waited)
+            self._metrics.promoted_version.set(asked.version)
+
     async def _unload(self, incarnation: str, version: int) -> None:
         """Take a version off an engine; one that failed there stays recorded as failed."""
         engine = self._engine(incarnation)
@@ -261,9 +196,8 @@ class Activator:
             if engine.in_flight.get(version):
                 return
         try:
-            status, answer = await self._ask(
-                engine, "/v1/unload_lora_adapter", msgspec.json.encode({"lora_name": name})
-            )
+            body = msgspec.json.encode({"lora_name": name})
+            status, answer = await self._prover.ask(engine, "/v1/unload_lora_adapter", body)
         except UpstreamError as error:
             self._metrics.note("unload", error)
             return

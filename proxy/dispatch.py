@@ -51,10 +51,9 @@ class Dispatch:
             return
         fleet = self._fleet_for(call.target)
         self._shape(call, fleet)
-        assert call.version is not None
         deadline = time.monotonic() + self._settings.engines.engine_wait_s
         while True:
-            engine = await fleet.wait(call.head.rollout.id, call.version, deadline)
+            engine, call.version = await fleet.wait(call.head.rollout, deadline)
             with engine.using(call.version):
                 found = await self._ask_engine(call, fleet, engine)
                 if found is None:

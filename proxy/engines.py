@@ -17,7 +17,7 @@ import msgspec
 
 from capture.errors import NotFound, StoreError, UpstreamError
 from capture.store import Store
-from capture.types import EngineVersion, Rollout, Version
+from capture.types import EngineVersion, Promotion, Rollout, Version
 from proxy.refusal import Refused
 from proxy.settings import Engines
 from proxy.storage import Storage
@@ -51,9 +51,20 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
     versions: dict[int, Version] = {}
     active: int = 0
     promoted: int = 0
+    asked: Promotion | None = None  # of another version, which engines must prove first
     lineage: str | None = None  # of the latest run: only its versions become active
     pairs: list[EngineVersion] = []
     pinned: dict[int, int] = {}  # version -> open rollouts that keep it
+
+    @property
+    def named(self) -> set[int]:
+        """The versions that stay on every engine whoever is pinned to what: active, promoted, asked for."""
+        return {self.active, self.promoted} | ({self.asked.version} if self.asked else set())
+
+    def is_base(self, version: int) -> bool:
+        """Whether the version is the base model itself, without adapter."""
+        row = self.versions.get(version)
+        return version == 0 if row is None else row.path is None
 
 
 def view(store: Store, policy: str) -> View:
@@ -65,6 +76,7 @@ def view(store: Store, policy: str) -> View:
         versions={version.version: version for version in store.versions(policy)},
         active=active.version if active else 0,
         promoted=promoted.version if promoted else 0,
+        asked=store.open_promotion(policy),
         pairs=store.engine_versions(policy),
         pinned=store.pinned_versions(policy),
     )
@@ -131,7 +143,7 @@ class Fleet:
 
     def name(self, engine: Engine, version: int) -> str | None:
         """What the engine serves this version under; None if it does not serve it (yet)."""
-        if self.is_base(version):
+        if self.view.is_base(version):
             return engine.base
         return versioned(self.policy, version) if version in engine.usable else None
 
@@ -141,26 +153,25 @@ class Fleet:
         return min((e.max_model_len for e in self.engines if e.max_model_len is not None), default=None)
 
     def version_for(self, rollout: Rollout) -> int:
-        """The version that serves a rollout: promoted for observe, else the one it started with."""
+        """The version that serves a rollout's next call: promoted for observe, so that a rollback takes hold
+        in open rollouts too; else the one it started with."""
         if rollout.mode == "observe":
             return self.view.promoted
         return self.view.active if rollout.policy_version is None else rollout.policy_version
-
-    def is_base(self, version: int) -> bool:
-        """Whether the version is the base model itself, without adapter."""
-        row = self.view.versions.get(version)
-        return version == 0 if row is None else row.path is None
 
     def pick(self, rollout_id: str, version: int) -> Engine | None:
         """The engine for this rollout among those that are up and proved to serve the version."""
         able = [engine for engine in self.engines if engine.healthy and self.name(engine, version)]
         return prefer(rollout_id, able)
 
-    async def wait(self, rollout_id: str, version: int, deadline: float) -> Engine:
-        """`pick`, waiting until `deadline` (monotonic seconds). `Refused` 503 names what is missing."""
+    async def wait(self, rollout: Rollout, deadline: float) -> tuple[Engine, int]:
+        """An engine for a rollout's next call and the version there, waiting until `deadline` (monotonic
+        seconds); what waits while another version is promoted gets that one. `Refused` 503 names what is
+        missing."""
         while True:
-            if engine := self.pick(rollout_id, version):
-                return engine
+            version = self.version_for(rollout)
+            if engine := self.pick(rollout.id, version):
+                return engine, version
             left = deadline - time.monotonic()
             if left <= 0 or not self.engines:
                 raise Refused(503, "no_engine", self.why_not(version) or "The engine left.", retry=True)
@@ -215,8 +226,11 @@ class Fleet:
 
     async def refresh(self) -> View:
         """Read the store now and recompute which pairs are usable."""
+        before = self.view.promoted
         self.view = await self._storage.call(view, self._storage.store, self.policy)
         self._read_at = time.monotonic()
+        if self.view.promoted != before:
+            self._changed.set()
         for engine in self.engines:
             self._recompute(engine)
         return self.view

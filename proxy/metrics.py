@@ -107,10 +107,16 @@ CATALOGUE = (
         "hone_swap_seconds",
         "histogram",
         ("stage",),
-        "Load and verify of one version on one engine; activate is from published to active.",
+        "Load and verify of one version on one engine; activate is from published to active, promote from "
+        "asked for to served.",
         _DURATION,
     ),
-    Metric("hone_swap_failures_total", "counter", ("stage",), "Loads and verifications that failed."),
+    Metric(
+        "hone_swap_failures_total",
+        "counter",
+        ("stage",),
+        "Loads and verifications that failed, and promotions that were refused because of that.",
+    ),
     Metric("hone_pins_expired_total", "counter", (), "Training rollouts dropped to make room for a version."),
     Metric("hone_background_errors_total", "counter", ("task",), "Errors that a background task survived."),
 )
