@@ -6,8 +6,9 @@ from typing import Any
 import msgspec
 
 from capture.store import Counts, Store
-from capture.types import Balance, EngineVersion, StepRow, Version
+from capture.types import Balance, EngineVersion, Promotion, StepRow, Version
 from hone.explain.usage import Usage, lines, usage
+from hone.promotion import standing
 from hone.state import PartStatus, State
 
 HEADLINE = ("reward_mean", "zero_variance_groups", "staleness_mean", "mismatch_max", "grad_norm")
@@ -33,6 +34,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     policy: str = ""
     active: Version | None = None
     promoted: Version | None = None
+    promotion: Promotion | None = None  # the newest one, whatever became of it
     engines: list[EngineVersion] = []
     counts: Counts | None = None
     balance: Balance | None = None
@@ -54,6 +56,7 @@ def look(store: Store | None, policy: str, supervisors: Sequence[State], *, sums
         policy=policy,
         active=store.active_version(policy),
         promoted=store.promoted_version(policy),
+        promotion=next(reversed(store.promotions(policy)), None),
         engines=store.engine_versions(policy),
         counts=counts,
         balance=balance,
@@ -173,6 +176,8 @@ def _run_lines(status: Status, run: RunView) -> list[str]:
     if status.promoted:
         served += f", promoted v{status.promoted.version}"
     shown = [f"run {run.id}: step {run.step}, {status.policy} {served}"]
+    if text := standing(status.promoted, status.promotion):
+        shown.append(f"  promoted  {text}")
     newest: dict[str, EngineVersion] = {}
     for row in status.engines:
         if row.engine not in newest or row.at >= newest[row.engine].at:

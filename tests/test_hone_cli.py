@@ -26,7 +26,7 @@ usage: hone VERB [options]
   status    one screen, and one sentence on what training waits for
   doctor    check this machine and the settings
   rollouts  look at stored rollouts: ls, show, explain
-  adapters  look at the versions of the policy: ls
+  adapters  look at the versions of the policy, choose the one that is served: ls, promote, rollback
   proxy     run the proxy alone
   control   run control alone: ingest, seal, score, group
   learn     run the learner alone
