@@ -356,7 +356,8 @@ class Store(Protocol):
         """Close it without serving it, unless it is closed."""
 
     def pinned_versions(self, policy: str) -> dict[int, int]:
-        """Version -> number of open rollouts pinned to it."""
+        """Version -> number of open rollouts pinned to it. Observed ones are not: each of their calls gets
+        the version that is promoted then."""
 
     def expire_pins(self, policy: str, version: int) -> int:
         """Drop (`stale`) the open training rollouts pinned to `version`; how many."""

@@ -70,7 +70,7 @@ def answer(policy: str, asked: Promotion | None, served: int, *, proxy: bool, wa
             f"engine has proved v{asked.version}"
         )
     return (
-        f"{name} is asked for, but no engine has proved it after {waited_s:.0f} s: v{served} is served until "
+        f"{name} is asked for, but no engine has proved it after {waited_s:g} s: v{served} is served until "
         "one has; `hone status` says when"
     )
 

@@ -54,7 +54,7 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
     asked: Promotion | None = None  # of another version, which engines must prove first
     lineage: str | None = None  # of the latest run: only its versions become active
     pairs: list[EngineVersion] = []
-    pinned: dict[int, int] = {}  # version -> open rollouts that keep it
+    pinned: dict[int, int] = {}  # version -> open training and eval rollouts that keep it
 
     @property
     def named(self) -> set[int]:

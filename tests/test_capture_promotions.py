@@ -5,9 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from capture_makers import POLICY
+from capture_makers import POLICY, raw_call, rollout
 
 from capture.errors import Conflict, Fenced, NotFound
+from capture.frames import pack
 from capture.promotions import served_before
 from capture.sqlite import SqliteStore
 from capture.types import EngineVersion, Promotion
@@ -137,6 +138,16 @@ def test_the_whole_way_there_and_back(store: SqliteStore) -> None:
         (0, "rollback", 3),
     ]
     assert all(one.served_at and one.served_at >= one.asked_at > 1e9 for one in history)
+
+
+def test_observed_rollouts_keep_no_version(store: SqliteStore) -> None:
+    """Their row has the version of the first call, but the next one gets what is promoted then."""
+    for mode, version in (("observe", 2), ("train", 3), ("eval", 1), ("eval", 1)):
+        opened = store.open_rollout(rollout(mode=mode, policy_version=version if mode == "eval" else None))
+        record = raw_call(opened.id, mode=mode, policy=POLICY, policy_version=version)
+        store.commit_calls(pack([record]), [record], [])
+        assert store.rollout(opened.id).policy_version == version
+    assert store.pinned_versions(POLICY) == {3: 1, 1: 2}
 
 
 def test_one_thing_is_asked_for_at_a_time(store: SqliteStore) -> None:

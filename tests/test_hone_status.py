@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from capture.store import Counts
-from capture.types import Balance, EngineVersion, StepRow, Version
+from capture.types import Balance, EngineVersion, Promotion, StepRow, Version
+from hone.promotion import moment, standing
 from hone.state import PartStatus, State
 from hone.status import RunView, Status, balance_line, groups_per_batch, render, waiting_for
 
@@ -209,4 +210,37 @@ def test_one_screen() -> None:
         "  groups    8 trained",
         "  calls     300, 1 failed",
         "  last step 4 (v7): reward_mean 0.5",
+    ]
+
+
+def test_what_is_served_and_what_was_asked_for() -> None:
+    version = Version(
+        policy="player",
+        version=3,
+        lineage="l",
+        parent=2,
+        step=3,
+        state="active",
+        path="/a",
+        sha256="x",
+        created_at=0.0,
+    )
+
+    def newest(**fields: Any) -> Promotion:
+        return Promotion(n=2, policy="player", version=5, kind="promote", asked_at=1e9, **fields)
+
+    assert standing(version, None) is None
+    served = Promotion(
+        n=1, policy="player", version=3, kind="rollback", asked_at=1e9, served_at=1e9 + 1, replaced=5
+    )
+    assert standing(version, served) == f"v3 since {moment(1e9 + 1)}, before it v5"
+    assert standing(version, newest()) == "v3; v5 is asked for and served once an engine has proved it"
+    assert standing(version, newest(reason="e: gone")) == "v3; v5 was not promoted: e: gone"
+    run = RunView(id="a", ended=False, step=4, groups_per_batch=8)
+    status = Status(
+        waiting_for=".", run=run, policy="player", active=version, promoted=version, promotion=served
+    )
+    assert render(status).splitlines()[2:] == [
+        "run a: step 4, player active v3, promoted v3",
+        f"  promoted  v3 since {moment(1e9 + 1)}, before it v5",
     ]

@@ -96,7 +96,7 @@ async def test_an_observed_request_passes_as_sent_and_the_promoted_version_answe
             assert await asked(hone, engine, path) == ({**SENT, **CAPTURE, "model": "policy@v0"}, "0")
         assert all(raw.changed == {} for raw in hone.raw_calls())
         assert [json.loads(raw.request) for raw in hone.raw_calls()] == [SENT] * 2
-        hone.store._db.execute("UPDATE policies SET promoted = 1")
+        assert hone.store.ask_promotion("policy", 1, "promote") is not None
         fleet = hone.proxy.fleet
         assert fleet is not None
         await until(lambda: fleet.view.promoted == 1)

@@ -119,7 +119,7 @@ class Versions(Rollouts):
     def pinned_versions(self, policy: str) -> dict[int, int]:
         rows = self._rows(
             "SELECT policy_version, count(*) FROM rollouts WHERE state = 'open' AND policy = ? "
-            "AND policy_version IS NOT NULL GROUP BY policy_version",
+            "AND policy_version IS NOT NULL AND mode != 'observe' GROUP BY policy_version",
             (policy,),
         )
         return dict(rows)
