@@ -218,3 +218,42 @@ async def test_adapters_load_verify_activate_and_a_wrong_one_fails(engine: Any, 
         await hone.proxy.upstream.ask(
             engine.url + "/v1/unload_lora_adapter", b'{"lora_name": "policy@v2"}', 10
         )
+
+
+@pytest.mark.engine
+async def test_what_is_promoted_answers_and_is_loaded_again_after_it_was_unloaded(
+    engine: Any, tmp_path: Path
+) -> None:
+    base = logprobs(engine.base_dir, None)
+    dirs = [engine.adapter_dir / f"promoted-{tmp_path.name}-{time.time_ns()}-{n}" for n in range(3)]
+    for n in (1, 2):
+        write_adapter(dirs[n], engine.base_dir, seed=n)  # the weights that these names have in the test above
+    one, two = logprobs(engine.base_dir, dirs[1]), logprobs(engine.base_dir, dirs[2])
+    sha = [
+        write_manifest(dirs[1], 1, child=one, parent=base, base=base),
+        write_manifest(dirs[2], 2, child=two, parent=one, base=base),
+    ]
+    async with world(engine_settings(engine.url, head_ttl_s=0.05), tmp_path) as hone:
+        hone.store.start_run("run", "policy", {})
+        body = {"model": "policy", "messages": [{"role": "user", "content": "play"}], "max_tokens": 4}
+
+        async def promoted(version: int) -> str:
+            """The version that answers a call of nobody's once that one is promoted."""
+            assert hone.store.ask_promotion("policy", version, "promote") is not None
+            await until(lambda: hone.proxy.fleet.view.promoted == version, 20)  # type: ignore[union-attr]
+            status, answer, headers = await hone.post("/v1/chat/completions", body)
+            assert status == 200, answer
+            return headers["x-hone-policy-version"]
+
+        for n in (1, 2):
+            publish(hone, n, dirs[n], sha[n - 1])
+            await until(lambda n=n: hone.store.active_version("policy").version == n, 20)  # type: ignore[misc,union-attr]
+        await until(lambda: states(hone).get(1) == "unloaded", 10)
+        assert await promoted(2) == "2"
+        assert await promoted(1) == "1"
+        assert states(hone)[1] == "verified"
+        assert await promoted(0) == "0"
+        await until(lambda: states(hone).get(1) == "unloaded", 10)
+        await hone.proxy.upstream.ask(
+            engine.url + "/v1/unload_lora_adapter", b'{"lora_name": "policy@v2"}', 10
+        )

@@ -14,10 +14,16 @@ from lora_engine import LoraEngine, write_adapter
 from proxy_world import USER, World, engine_settings, until, world
 from test_proxy_activator import SETTINGS, engine, row, view_of
 
+from capture.sqlite import SqliteStore
 from capture.types import Promotion
 from hone.cli.main import main
+from proxy.activator import Activator
 from proxy.app import running
+from proxy.engines import Fleet
+from proxy.metrics import Metrics
 from proxy.plan import Memory, plan
+from proxy.storage import Storage
+from proxy.upstream import Upstream
 
 CHAT = "/v1/chat/completions"
 BODY = {"model": "policy", "messages": [USER]}
@@ -77,6 +83,17 @@ def test_plan_makes_room_with_training_pins_never_with_the_promoted_version() ->
 # -- the proxy -----------------------------------------------------------------------------------
 
 
+def publish(store: SqliteStore, root: Path, version: int) -> None:
+    """What the learner's commit and publish leave."""
+    path = root / "adapters" / f"policy@v{version}"
+    sha256 = write_adapter(path, version)
+    store._db.execute("UPDATE policies SET next_version = ?", (version + 1,))
+    store._db.execute(
+        "INSERT INTO versions VALUES ('policy', ?, 'l_run', ?, ?, 'published', ?, ?, 0, NULL, ?)",
+        (version, version - 1, version, str(path), sha256, version),
+    )
+
+
 class Promoting:
     """A run whose versions an engine serves, and the command line beside it."""
 
@@ -91,13 +108,7 @@ class Promoting:
 
     async def train(self, version: int) -> None:
         """The learner published the next version, and it became active."""
-        path = self.root / "adapters" / f"policy@v{version}"
-        sha256 = write_adapter(path, version)
-        self.on.store._db.execute("UPDATE policies SET next_version = ?", (version + 1,))
-        self.on.store._db.execute(
-            "INSERT INTO versions VALUES ('policy', ?, 'l_run', ?, ?, 'published', ?, ?, 0, NULL, ?)",
-            (version, version - 1, version, str(path), sha256, version),
-        )
+        publish(self.on.store, self.root, version)
         await until(lambda: self.active == version)
 
     @property
@@ -132,6 +143,27 @@ async def promoting(root: Path, newest: int, **settings: Any) -> AsyncIterator[P
             await made.train(version)
         yield made
         assert on.store.verify() == []
+
+
+@asynccontextmanager
+async def activator(engine: LoraEngine, root: Path) -> AsyncIterator[tuple[Activator, Fleet, SqliteStore]]:
+    """An activator that the test steps, with a lease of 0.2 s; its fleet; a store connection beside it."""
+    settings = engine_settings(engine.url, unload_grace_s=0.25)
+    store, storage = SqliteStore(root / "hone.db"), Storage(SqliteStore(root / "hone.db"))
+    store.start_run("run", "policy", {})
+    upstream = Upstream(settings.deadlines, settings.limits)
+    fleet = Fleet("policy", settings.engines, upstream, storage)
+    await fleet.look(fleet.engines[0])
+    try:
+        yield (
+            Activator(fleet, settings.engines, upstream, storage, Metrics(), holder="slow", lease_ttl_s=0.2),
+            fleet,
+            store,
+        )
+    finally:
+        await upstream.close()
+        await storage.close()
+        store.close()
 
 
 @asynccontextmanager
@@ -310,6 +342,30 @@ async def test_it_says_what_it_waits_for_and_may_be_taken_back(
         listed = json.loads(told(capsys))
         assert (listed["active"]["version"], listed["promoted"]["version"]) == (3, 3)
         assert [one["version"] for one in listed["promotions"]] == [1, 3]
+
+
+async def test_an_activator_that_was_slow_does_not_unload_what_another_promoted(tmp_path: Path) -> None:
+    async with LoraEngine().listening() as engine, activator(engine, tmp_path) as (slow, fleet, store):
+        for version in (1, 2):
+            publish(store, tmp_path, version)
+        while fleet.view.active != 2:
+            await slow.step()
+        await slow.step()  # from now on nobody needs version 1
+        await asyncio.sleep(0.3)  # the grace period
+        publish(store, tmp_path, 3)
+        engine.may_load.clear()
+        step = asyncio.create_task(slow.step())  # load 3, then unload 1
+        await until(lambda: "policy@v3" in engine.loads)
+        await until(lambda: store.acquire_lease("activator", "another", 60.0) is not None)
+        asked = store.ask_promotion("policy", 1, "promote")
+        epoch = store.acquire_lease("activator", "another", 60.0)
+        assert asked is not None
+        assert epoch is not None
+        assert store.promote(asked.n, epoch)
+        engine.may_load.set()
+        assert (await step).unload == [(fleet.engines[0].incarnation, 1)]
+        assert engine.unloads == []
+        assert set(engine.adapters) == {"policy@v1", "policy@v2", "policy@v3"}
 
 
 @pytest.mark.parametrize(
