@@ -16,7 +16,7 @@ _THINKING_ENDS = "</think>"
 def message_key(message: Mapping[str, Any]) -> tuple[Any, ...]:
     """Equal for two messages iff they say the same: role, text, tool calls, the call they answer."""
     calls = message.get("tool_calls")
-    text = _text(message.get("content"))
+    text = text_of(message.get("content"))
     return (
         message.get("role"),
         _without_thinking(text) if message.get("role") == "assistant" else text,
@@ -37,8 +37,30 @@ def is_reasoned(message: Mapping[str, Any]) -> bool:
     return bool(
         message.get("reasoning")
         or message.get("reasoning_content")
-        or _THINKING_ENDS in _text(message.get("content"))
+        or _THINKING_ENDS in text_of(message.get("content"))
     )
+
+
+def text_of(content: Any) -> str:
+    """Plain text of a content: null and no text are the same; parts are joined."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list) and all(_is_text(part) for part in content):
+        return "".join(part["text"] for part in content)
+    return canonical(content)
+
+
+def canonical(value: Any) -> str:
+    """A value as JSON with sorted keys."""
+    return msgspec.json.encode(value, order="sorted").decode()
+
+
+def whole_number(number: str) -> float | int:
+    """JSON has one kind of number: 1.0 is 1. For a decoder's `float_hook`."""
+    value = float(number)
+    return int(value) if value.is_integer() and abs(value) < 1 << 53 else value
 
 
 def _without_thinking(text: str) -> str:
@@ -47,39 +69,24 @@ def _without_thinking(text: str) -> str:
     return answer.lstrip() if ended else text
 
 
-def _text(content: Any) -> str:
-    """Plain text of a content: null and no text are the same; parts are joined."""
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    if isinstance(content, list) and all(_is_text(part) for part in content):
-        return "".join(part["text"] for part in content)
-    return _canonical(content)
-
-
 def _is_text(part: Any) -> bool:
     return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
 def _tool_call(call: Any) -> tuple[Any, ...]:
     if not isinstance(call, dict):
-        return (_canonical(call),)
+        return (canonical(call),)
     function = call.get("function")
     if not isinstance(function, dict):
-        return (call.get("id"), _canonical(call))
+        return (call.get("id"), canonical(call))
     return (call.get("id"), function.get("name"), _arguments(function.get("arguments")))
 
 
 def _arguments(arguments: Any) -> str:
     """Canonical JSON of arguments given as JSON text or as an object; text that is no JSON as it is."""
     if not isinstance(arguments, str):
-        return _canonical(arguments)
+        return canonical(arguments)
     try:
-        return _canonical(msgspec.json.decode(arguments))
+        return canonical(msgspec.json.decode(arguments))
     except (msgspec.MsgspecError, ValueError, RecursionError):
         return arguments
-
-
-def _canonical(value: Any) -> str:
-    return msgspec.json.encode(value, order="sorted").decode()

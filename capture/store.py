@@ -73,7 +73,7 @@ class FateCounts(msgspec.Struct, frozen=True):
     """By `trained`, `zero_advantage`, `no_tokens` (in a committed batch, with none that could be
     trained), `pending`, `eval`, `observe`, or a drop reason."""
     calls: dict[str, int]
-    """Calls of train rollouts whose tokens are not trained for a reason of their own, by that reason;
+    """Calls of rollouts for training whose tokens are not trained for a reason of their own, by that reason;
     those that went to models that are not being trained are among them."""
 
 
@@ -247,17 +247,42 @@ class Store(Protocol):
     def settleable(self, limit: int = 100) -> list[Rollout]:
         """Sealed rollouts all of whose committed calls are ingested."""
 
-    def settle(self, rollout_id: str, fates: Sequence[CallFate]) -> None:
-        """sealed -> ingested; records which calls are excluded and why."""
+    def settle(
+        self,
+        rollout_id: str,
+        fates: Sequence[CallFate],
+        *,
+        scenario_id: str | None = None,
+        passive: bool = False,
+    ) -> None:
+        """sealed -> ingested; records which calls are excluded and why. A rollout that names no scenario gets
+        `scenario_id`. With `passive` an observed one that names no group and no run is for training from
+        now on, in the policy's live run, if the policy answered it; without such a run it stays observed."""
 
     def scoreable(self, limit: int = 100) -> list[Rollout]:
         """Rollouts in state ingested, and scored or grouped ones for which a score was posted since."""
 
     def save_score(
-        self, rollout_id: str, reward: float, scores: Mapping[str, float], script_hash: str
-    ) -> None: ...
+        self,
+        rollout_id: str,
+        reward: float,
+        scores: Mapping[str, float],
+        script_hash: str,
+        *,
+        group_size: int = 0,
+    ) -> None:
+        """ingested -> scored. A rollout for training that is in no group is dropped (`ungrouped`), except
+        that an observed one with tokens to train, which is not headless, joins the group that gathers
+        those of its run, key and scenario; such a group is opened with `group_size`."""
+
     def save_reward_error(self, rollout_id: str, error: str, script_hash: str) -> None: ...
-    def open_groups(self, limit: int = 1000) -> list[Group]: ...
+    def open_groups(self, limit: int = 1000) -> list[Group]:
+        """Declared groups that are open, the oldest first."""
+
+    def gathered_groups(self, older_than_s: float, limit: int = 100) -> list[Group]:
+        """Open groups of observed rollouts that have all their members or are that old; the others, which
+        may be many, wait for more members."""
+
     def group(self, group_id: str) -> Group: ...
     def close_group(self, group_id: str, members: Sequence[str], drops: Mapping[str, str]) -> None:
         """open -> closed with these scored members; the others are dropped with their reason.
@@ -271,10 +296,11 @@ class Store(Protocol):
         """Number of groups by state."""
 
     def group_count(self, run_id: str) -> int:
-        """How many groups this run ever opened (the next ordinal)."""
+        """How many groups this run ever declared (the next ordinal)."""
 
     def outstanding_groups(self, run_id: str) -> int:
-        """Groups open, closed or taken: what admission counts."""
+        """Declared groups open, closed or taken: what admission counts. Groups of observed rollouts, which
+        may be open for long, hold up neither the runner nor the end of the run."""
 
     def take_batch(
         self, run_id: str, *, epoch: int, groups: int, batch_wait_s: float, staleness_max: int

@@ -45,6 +45,7 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     replaces: str | None = None  # the failed rollout that this one repeats
     session: str | None = None  # wire value of X-Session-ID within the key's namespace
     headless: bool = False  # nobody said whose call it was; never grouped
+    passive: bool = False  # observed, and trained all the same: decided once, when it is settled
     policy: str | None = None
     policy_version: int | None = None  # pinned; None until the first call of an observe rollout
     secret_hash: bytes | None = None  # SHA-256 of the rollout key's secret
@@ -63,6 +64,11 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     script_hash: str | None = None
     drop_reason: str | None = None
     batch_id: str | None = None
+
+    @property
+    def for_training(self) -> bool:
+        """Whether its tokens are to be trained, if nothing is in the way."""
+        return self.mode == "train" or self.passive
 
 
 class RawCall(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

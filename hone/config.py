@@ -67,7 +67,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         return tables
 
     def _settings(self) -> tuple[msgspec.Struct, ...]:
-        rooms = (self.proxy, self.proxy.engines, self.proxy.sampling, self.capture, self.rewards)
+        proxies = (self.proxy, self.proxy.engines, self.proxy.sampling)
+        rooms = (*proxies, self.capture, self.rewards, self.rewards.passive)
         ours = (self.store, self.policy, self.run, self.engine, self.train, self.eval, self.control)
         return (*rooms, *ours, self.learner, self.rollouts)
 
@@ -204,9 +205,13 @@ def _proxy(
 
 def _rewards(made: Made, folder: Path) -> rewards.settings.Settings:
     settings: rewards.settings.Settings = made[rewards.settings.Settings]
-    retries = made[rollouts.settings.Settings].infrastructure_retries
-    script = str(folder / settings.script) if settings.script else ""
-    return msgspec.structs.replace(settings, script=script, infrastructure_retries=retries)
+    runner: rollouts.settings.Settings = made[rollouts.settings.Settings]
+    return msgspec.structs.replace(
+        settings,
+        script=str(folder / settings.script) if settings.script else "",
+        infrastructure_retries=runner.infrastructure_retries,
+        passive=msgspec.structs.replace(made[rewards.settings.PassiveSettings], group_size=runner.group_size),
+    )
 
 
 def _rollouts(made: Made, policy: PolicySettings, folder: Path) -> rollouts.settings.Settings:

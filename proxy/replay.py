@@ -17,6 +17,8 @@ from typing import Any
 
 import msgspec
 
+from capture.normalise import whole_number
+
 DIGEST_BYTES = 16
 OBJECTS_MAX = 50_000  # braces in the messages of a request, and
 VALUES_MAX = 500_000  # commas: more would hold up everybody else
@@ -227,16 +229,10 @@ def _part(part: Any) -> str:
     return _canonical({name: value for name, value in part.items() if name != "cache_control"})
 
 
-def _whole(number: str) -> float | int:
-    """JSON has one kind of number: 1.0 is 1."""
-    value = float(number)
-    return int(value) if value.is_integer() and abs(value) < 1 << 53 else value
-
-
 def _canonical(value: Any) -> str:
     return msgspec.json.encode(value, order="sorted").decode()
 
 
 _MESSAGES = msgspec.json.Decoder(list[Message])
-_NUMBERS = msgspec.json.Decoder(float_hook=_whole)
+_NUMBERS = msgspec.json.Decoder(float_hook=whole_number)
 _encode = msgspec.msgpack.Encoder().encode

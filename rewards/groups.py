@@ -79,11 +79,11 @@ class Grouper:
         self._settings = settings
 
     def step(self, only: Collection[str] | None = None) -> int:
-        """Look at the open groups (of these ids) and close what is due; how many closed."""
+        """Look at the declared groups (of these ids) and those of observed rollouts that may be due, and
+        close what is; how many closed."""
         closed = 0
-        for group in self._store.open_groups():
-            if only is not None and group.id not in only:
-                continue
+        declared = [one for one in self._store.open_groups() if only is None or one.id in only]
+        for group in [*declared, *self._store.gathered_groups(self._settings.group_deadline_s)]:
             rollouts = self._store.rollouts(group_id=group.id, limit=MEMBERS_MAX)
             decision = decide(group, rollouts, self._store.now(), self._settings)
             if isinstance(decision, Close):

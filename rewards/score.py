@@ -81,7 +81,8 @@ class Scorer:
         final, reward, scores = self._joined(rollout.id, judged.outcome)
         try:
             if isinstance(final, Scored):
-                self._store.save_score(rollout.id, reward, scores, final.script_hash)
+                size = self._settings.passive.group_size
+                self._store.save_score(rollout.id, reward, scores, final.script_hash, group_size=size)
             else:
                 self._store.save_reward_error(rollout.id, final.error, final.script_hash)
         except Conflict:  # taken or saved meanwhile: what is stored stands

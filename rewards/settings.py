@@ -15,6 +15,18 @@ class SealSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Without a call for this long, and none in flight: train and eval `timeout`, observe `completed`."""
 
 
+class PassiveSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`[passive]`: training on what nobody opened for training."""
+
+    train: bool = False
+    """Observed rollouts are trained by the live run, as far as the policy answered them and their sampling
+    was pure. They are grouped by scenario and by the key that owns them: what one tenant's users ask is
+    never compared with what another's do. They are served the promoted version: once that is further than
+    `train.staleness_max` behind, they are dropped as stale."""
+    group_size: Count = 8
+    """Scored rollouts that fill a group."""
+
+
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`[rewards]`."""
 
@@ -53,3 +65,4 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     raw_retention_s: Annotated[float, msgspec.Meta(ge=0)] = 3600.0
     """How long the raw bytes of calls are kept after they were parsed."""
     seal: SealSettings = SealSettings()
+    passive: PassiveSettings = PassiveSettings()

@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 
+from capture.fingerprint import fingerprint_of
 from capture.graph import CallGraph, build, fates
 from capture.store import Store
 from capture.types import ModelCall, Rollout
@@ -47,12 +48,16 @@ class Traces:
 
 
 class Settler:
-    """Settles sealed rollouts all of whose calls are ingested."""
+    """Settles sealed rollouts all of whose calls are ingested.
 
-    def __init__(self, store: Store, traces: Traces, *, keep: bool) -> None:
+    An observed rollout that names no scenario gets its fingerprint; with `passive` it is for training.
+    """
+
+    def __init__(self, store: Store, traces: Traces, *, keep: bool, passive: bool = False) -> None:
         self._store = store
         self._traces = traces
         self._keep = keep
+        self._passive = passive
 
     def step(self) -> int:
         """Settle some; how many."""
@@ -60,7 +65,8 @@ class Settler:
         for rollout in rollouts:
             calls = self._store.calls(rollout.id)
             graph = build(calls)
-            self._store.settle(rollout.id, fates(graph))
+            scenario_id = fingerprint_of(calls) if rollout.mode == "observe" else None
+            self._store.settle(rollout.id, fates(graph), scenario_id=scenario_id, passive=self._passive)
             if self._keep:
                 self._traces.keep(rollout, calls, graph)
         return len(rollouts)

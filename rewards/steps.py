@@ -52,7 +52,7 @@ class Steps:
         self._epoch: int | None = None
         self._ingester = Ingester(store)
         self._sealer = Sealer(store, settings.seal)
-        self._settler = Settler(store, traces, keep=bool(settings.script))
+        self._settler = Settler(store, traces, keep=bool(settings.script), passive=settings.passive.train)
         self._grouper = Grouper(store, settings)
         self._touched: set[str] = set()
         self._lease_timer = Timer(LEASE_EVERY_S)

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from capture_makers import POLICY, raw_call, response, rollout
+from capture_makers import POLICY, raw_call, request, response, rollout
 
 from capture.frames import pack
 from capture.graph import build, fates
@@ -17,7 +17,7 @@ from hone.explain.explanation import Explanation, explain
 from hone.explain.look import look
 from learner.advantage import advantages
 from rewards.groups import Grouper
-from rewards.settings import Settings
+from rewards.settings import PassiveSettings, Settings
 from rewards.settle import Settler, Traces
 
 RUN = "run1"
@@ -41,7 +41,10 @@ class World:
         self.store = store
         self.settings = sections(**settings)
         store.start_run(RUN, POLICY, self.settings)
-        self.rewards = Settings(**settings.get("rewards", {}))  # type: ignore[arg-type]
+        passive = PassiveSettings(
+            **settings.get("passive", {}), group_size=self.settings["train"]["group_size"]
+        )
+        self.rewards = Settings(**settings.get("rewards", {}), passive=passive)  # type: ignore[arg-type]
         self._ingester = Ingester(store)
         self._step = 0
 
@@ -52,6 +55,10 @@ class World:
         opened = rollout(id=id, run_id=RUN, group_id=group, **fields)
         return self.store.open_rollout(opened, group_size=size).id
 
+    def observe(self, id: str, *, key_id: str = "k", **fields: Any) -> str:
+        """A rollout of a session, which nobody opened for training."""
+        return self.store.open_rollout(rollout(id=id, mode="observe", key_id=key_id, **fields)).id
+
     def call(self, rollout_id: str, prompt: list[int], sampled: list[int], **fields: Any) -> RawCall:
         """Commit one call; its id is `c_` and a number, so calls have the order in which they were made."""
         number, now = self.store.rollout(rollout_id).call_count + 1, self.store.now()
@@ -60,7 +67,8 @@ class World:
             **{
                 "id": f"c_{rollout_id}_{number}",
                 "mode": self.store.rollout(rollout_id).mode,
-                "policy_version": self.store.rollout(rollout_id).policy_version,
+                "key_id": self.store.rollout(rollout_id).key_id,
+                "policy_version": self.store.rollout(rollout_id).policy_version or 0,
                 "started_at": now,
                 "ended_at": now,
                 "response": response(prompt, sampled),
@@ -81,11 +89,12 @@ class World:
         """Read every committed call and settle what is sealed."""
         while self._ingester.step():
             pass
-        Settler(self.store, Traces(self.store), keep=False).step()
+        Settler(self.store, Traces(self.store), keep=False, passive=self.rewards.passive.train).step()
 
     def score(self, rollout_id: str, reward: float) -> None:
         """What the reward script would have said."""
-        self.store.save_score(rollout_id, reward, {"reward": reward}, "script")
+        size = self.rewards.passive.group_size
+        self.store.save_score(rollout_id, reward, {"reward": reward}, "script", group_size=size)
 
     def group(self) -> None:
         """Close every group that is due."""
@@ -98,6 +107,18 @@ class World:
         self.open(id, group, size=size, **fields)
         self.call(id, [1, 2], [3, 4])
         self.call(id, [1, 2, 3, 4, 5], [6, 7, 8])
+        self.finish(id)
+        self.ingest()
+        if reward is not None:
+            self.score(id, reward)
+        return id
+
+    def watched(self, id: str, reward: float | None = None, *, says: str = "go", **fields: Any) -> str:
+        """An observed rollout of two calls that sampled 2 + 3 tokens, at its end."""
+        asked = request([{"role": "user", "content": says}])
+        self.observe(id, **fields)
+        self.call(id, [1, 2], [3, 4], request=asked)
+        self.call(id, [1, 2, 3, 4, 5], [6, 7, 8], request=asked)
         self.finish(id)
         self.ingest()
         if reward is not None:

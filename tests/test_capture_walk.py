@@ -110,11 +110,23 @@ class Walk(RuleBasedStateMachine):
         except Conflict:
             assert self.store.rollout(id).status != status
 
-    @rule()
-    def settle(self):
+    @rule(passive=st.booleans(), scenario=st.sampled_from(["fp-1", "fp-2", None]))
+    def settle(self, passive, scenario):
+        """Turned on and off between rollouts, the setting changes nothing for those that were settled."""
         for ready in self.store.settleable():
             graph = build(self.store.calls(ready.id))
-            self.store.settle(ready.id, fates(graph))
+            decided = {one.id: one.passive for one in self.store.rollouts()}
+            self.store.settle(ready.id, fates(graph), scenario_id=scenario, passive=passive)
+            self.store.settle(ready.id, fates(graph), scenario_id="fp-3", passive=not passive)
+            after = self.store.rollout(ready.id)
+            wanted = passive and ready.mode == "observe" and not self.ended
+            assert after.passive <= wanted
+            assert after.scenario_id == scenario
+            assert {one.id: one.passive for one in self.store.rollouts()} == decided | {
+                after.id: after.passive
+            }
+            if after.passive:
+                event("took an observed rollout into training")
             again = build(self.store.calls(ready.id))
             assert samples(again) == samples(graph)
 
@@ -122,7 +134,7 @@ class Walk(RuleBasedStateMachine):
     def score(self, good, reward):
         for ready in self.store.scoreable(3):
             if good:
-                self.store.save_score(ready.id, reward, {"reward": reward}, "script")
+                self.store.save_score(ready.id, reward, {"reward": reward}, "script", group_size=2)
             else:
                 self.store.save_reward_error(ready.id, "boom", "script")
 
@@ -135,7 +147,7 @@ class Walk(RuleBasedStateMachine):
 
     @rule()
     def close_groups(self):
-        for group in self.store.open_groups():
+        for group in [*self.store.open_groups(), *self.store.gathered_groups(-1.0)]:
             members = self.store.rollouts(group_id=group.id, states=["scored"])
             self.store.close_group(group.id, [one.id for one in members], {})
 
@@ -157,7 +169,7 @@ class Walk(RuleBasedStateMachine):
         for id in ids:
             self.seal(id, "completed")
         while self.store.settleable():
-            self.settle()
+            self.settle(False, None)
         while self.store.scoreable(1):
             self.score(1, 0.5)
         if data.draw(st.booleans()):
@@ -165,6 +177,29 @@ class Walk(RuleBasedStateMachine):
         if data.draw(st.booleans()):
             self.learn(data.draw(st.booleans()))
         event("played a group")
+        return multiple(*ids)
+
+    @rule(target=rollouts, size=st.integers(2, 3), headless=st.booleans(), data=st.data())
+    def observe_a_scenario(self, size, headless, data):
+        """The straight way of rollouts that nobody opened for training, under two keys."""
+        ids = []
+        for key_id in data.draw(st.lists(st.sampled_from(["k", "other"]), min_size=size, max_size=size)):
+            fresh = rollout(mode="observe", key_id=key_id, headless=headless)
+            ids.append(self.store.open_rollout(fresh).id)
+            self.call(ids[-1], status=200, policy=POLICY, body=b"a", retry=0)
+        while self.store.pending_calls(1):
+            self.ingest_one(data, [5], None)
+        for id in ids:
+            self.seal(id, "completed")
+        while self.store.settleable():
+            self.settle(True, "fp-1")
+        while self.store.scoreable(1):
+            self.score(1, 0.5)
+        if data.draw(st.booleans()):
+            self.close_groups()
+        if data.draw(st.booleans()):
+            self.learn(data.draw(st.booleans()))
+        event("observed a scenario")
         return multiple(*ids)
 
     @rule(staleness=st.integers(0, 2), groups=st.integers(1, 3))

@@ -64,6 +64,11 @@ def test_there_are_tomls_to_load() -> None:
         ({"routes": {"judge": {}}}, 'routes."judge" needs exactly one of to, url and provider'),
         ({"train": {"staleness_max": 7}}, "engine.versions_max is 8; train.staleness_max = 7 needs 9"),
         ({"train": {"kl_coef": -0.1}}, "train.kl_coef: expected `float` >= 0"),
+        (
+            {"passive": {"group_size": 4}},
+            "unknown setting passive.group_size; did you mean train.group_size?",
+        ),
+        ({"rewards": {"passive": {"train": True}}}, "unknown setting rewards.passive"),
         ({"train": {"base_model": "x"}}, "unknown setting train.base_model; did you mean policy.base_model?"),
     ],
 )
@@ -138,6 +143,14 @@ def test_a_key_that_two_rooms_need_stands_once() -> None:
     config = read({"train": {"groups_per_batch": 3, "seed": 9}})
     assert config.learner.groups_per_batch == config.rollouts.groups_per_batch == 3
     assert config.learner.seed == config.rollouts.seed == 9
+
+
+def test_observed_rollouts_are_trained_in_groups_of_the_runs_size() -> None:
+    assert not read({}).rewards.passive.train
+    config = read({"train": {"group_size": 3}}, {"HONE_PASSIVE__TRAIN": "true"})
+    assert (config.rewards.passive.train, config.rewards.passive.group_size) == (True, 3)
+    assert config.sections()["passive"] == {"train": True}
+    assert "passive" not in config.sections()["rewards"]
 
 
 def test_rooms_that_share_a_key_share_its_default() -> None:

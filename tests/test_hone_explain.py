@@ -595,10 +595,11 @@ def test_observed(world: World, headless: bool) -> None:
     world.call("r_a", [1, 2], [3, 4], policy_version=0)
     world.ingest()
     how = "nobody said whose call it was (headless)" if headless else "nobody opened it for training"
+    hint = "`passive.train = true` trains on rollouts like it while a run is on; or"
     assert world.why("r_a") == (
-        f"Not for training: {how}, so it was only observed; to train on it, open a rollout with "
-        "`POST /rollouts` in mode `train` and give its agent that base_url.",
-        None,
+        f"Not for training: {how}, so it was only observed; {'to train on it,' if headless else hint} open a "
+        "rollout with `POST /rollouts` in mode `train` and give its agent that base_url.",
+        None if headless else "passive.train",
     )
 
 

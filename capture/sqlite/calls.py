@@ -31,8 +31,8 @@ _BLOBS_KNOWN = 4096
 
 _INSERT = (
     "INSERT INTO calls (id, rollout_id, key_id, mode, policy, policy_version, frame_id, place, started_at, "
-    "ended_at, status, retry_count, body_hash, late, undelivered, failed, error, idempotency_key) "
-    f"VALUES ({', '.join('?' * 18)})"
+    "ended_at, status, retry_count, body_hash, late, undelivered, failed, error, idempotency_key, passive) "
+    f"VALUES ({', '.join('?' * 19)})"
 )
 _SAVE = (
     "UPDATE calls SET ingested_at = ?, prompt_tokens = ?, completion_tokens = ?, sampled_tokens = ?, "
@@ -64,8 +64,10 @@ class Calls(Rollouts, Stitches):
         with self._write():
             for rollout in new:
                 self._insert_rollout(self._pinned(rollout))
-            rows = self._rows(f"SELECT id, mode, state FROM rollouts WHERE id IN ({marks(touched)})", touched)
-            heads = {rollout_id: (mode, state) for rollout_id, mode, state in rows}
+            rows = self._rows(
+                f"SELECT id, mode, passive, state FROM rollouts WHERE id IN ({marks(touched)})", touched
+            )
+            heads = {rollout_id: head for rollout_id, *head in rows}
             if unknown := [rollout_id for rollout_id in touched if rollout_id not in heads]:
                 raise NotFound(f"no rollout {', '.join(unknown)}")
             known = {row[0] for row in self._rows(f"SELECT id FROM calls WHERE id IN ({marks(ids)})", ids)}
@@ -300,8 +302,10 @@ class Calls(Rollouts, Stitches):
             return int(self._db.changes())
 
 
-def _narrow(record: RawCall, frame_id: int, place: int, mode: str, state: str) -> tuple[Any, ...]:
-    """The row of ``calls`` for a record of a rollout in this mode and state."""
+def _narrow(
+    record: RawCall, frame_id: int, place: int, mode: str, passive: int, state: str
+) -> tuple[Any, ...]:
+    """The row of ``calls`` for a record of a rollout like this."""
     return (
         record.id,
         record.rollout_id,
@@ -321,4 +325,5 @@ def _narrow(record: RawCall, frame_id: int, place: int, mode: str, state: str) -
         int(record.status >= 400 or record.error is not None),
         record.error,
         record.idempotency_key,
+        passive,
     )

@@ -6,7 +6,7 @@ from capture.sqlite.base import Base
 
 OWNED = (
     "SELECT coalesce(sum(sampled_tokens), 0) FROM calls "
-    "WHERE calls.rollout_id = {rollout} AND ingested_at IS NOT NULL AND mode = 'train' AND excluded IS NULL "
+    "WHERE calls.rollout_id = {rollout} AND ingested_at IS NOT NULL AND for_training AND excluded IS NULL "
     "AND policy IS NOT NULL"
 )
 """Trainable sampled tokens of one rollout, as SQL."""
@@ -16,12 +16,12 @@ class Drops(Base):
     """What the nouns share when they drop; always inside the caller's transaction."""
 
     def _drop(self, rollout_ids: Iterable[str], reason: str, *, state: str = "dropped") -> int:
-        """Give train rollouts that have no drop yet their reason and state; how many."""
+        """Give rollouts for training that have no drop yet their reason and state; how many."""
         now = self.now()
         dropped = 0
         for rollout_id in rollout_ids:
             rows = self._rows(
-                "UPDATE rollouts SET state = ?, drop_reason = ?, rescore = 0 WHERE id = ? AND mode = 'train' "
+                "UPDATE rollouts SET state = ?, drop_reason = ?, rescore = 0 WHERE id = ? AND for_training "
                 "AND drop_reason IS NULL AND state != 'trained' RETURNING id",
                 (state, reason, rollout_id),
             )

@@ -1,8 +1,8 @@
 """One rollout's story: what the other nouns know of it, read in one transaction."""
 
 from capture.errors import Conflict, NotFound
+from capture.sqlite.passive import GROUP_COLUMNS, group_from
 from capture.sqlite.rollouts import COLUMNS, Rollouts, from_json, rollout_from
-from capture.sqlite.scoring import GROUP_COLUMNS, group_from
 from capture.sqlite.training import LINEAGE_COLUMNS, lineage_from
 from capture.store import BatchRow, Drop, History, WaitingCall
 from capture.types import Group, LedgerRow, Lineage, Rollout

@@ -13,9 +13,19 @@ INVARIANTS: Final[tuple[tuple[str, str], ...]] = (
         "WHERE call_count != (SELECT count(*) FROM calls WHERE rollout_id = rollouts.id)",
     ),
     (
-        "a call has another mode than its rollout",
+        "a call has another mode than its rollout, or one of the two is for training",
         "SELECT calls.id FROM calls JOIN rollouts ON rollouts.id = rollout_id "
-        "WHERE calls.mode != rollouts.mode",
+        "WHERE calls.mode != rollouts.mode OR calls.passive != rollouts.passive",
+    ),
+    (
+        "it is trained though it was neither opened for that nor observed while a run was on",
+        "SELECT id FROM rollouts WHERE passive AND (mode != 'observe' OR run_id IS NULL)",
+    ),
+    (
+        "its group gathers the observed rollouts of another run, key or scenario, or it was not observed",
+        "SELECT rollouts.id FROM rollouts JOIN groups ON groups.id = group_id "
+        "WHERE (passive_key IS NOT NULL OR passive) AND (NOT passive OR passive_key IS NOT key_id "
+        "OR groups.run_id IS NOT rollouts.run_id OR groups.scenario_id IS NOT rollouts.scenario_id)",
     ),
     (
         "the frame of a call that waits for ingest is gone",
@@ -47,13 +57,13 @@ INVARIANTS: Final[tuple[tuple[str, str], ...]] = (
     ),
     (
         "it is out of the pipeline without a counted drop",
-        "SELECT id FROM rollouts WHERE mode = 'train' AND state IN ('dropped', 'failed', 'reward_error') "
+        "SELECT id FROM rollouts WHERE for_training AND state IN ('dropped', 'failed', 'reward_error') "
         "AND NOT EXISTS (SELECT 1 FROM drops WHERE rollout_id = rollouts.id AND reason = drop_reason)",
     ),
     (
         "it has a drop but is still in the pipeline, or was never to be trained",
         "SELECT id FROM rollouts JOIN drops ON rollout_id = id "
-        "WHERE mode != 'train' OR state NOT IN ('dropped', 'failed', 'reward_error')",
+        "WHERE NOT for_training OR state NOT IN ('dropped', 'failed', 'reward_error')",
     ),
     (
         "its drop counts other tokens than its calls have",
@@ -99,7 +109,7 @@ INVARIANTS: Final[tuple[tuple[str, str], ...]] = (
     (
         "the run has ended and the rollout still waits",
         "SELECT rollouts.id FROM rollouts JOIN runs ON runs.id = run_id WHERE end_reason IS NOT NULL "
-        "AND mode = 'train' AND drop_reason IS NULL AND state != 'trained'",
+        "AND for_training AND drop_reason IS NULL AND state != 'trained'",
     ),
     (
         "its head is not a version of its policy",

@@ -11,8 +11,9 @@ from capture.types import FinishStatus, Rollout
 
 COLUMNS = (
     "id, key_id, mode, state, status, run_id, scenario_id, group_id, attempt, replaces, session, headless, "
-    "policy, policy_version, secret_hash, call_count, max_calls, created_at, last_call_at, sealed_at, "
-    "reward, reward_error, script_hash, drop_reason, batch_id, scores, metrics, scenario, metadata, stdout"
+    "passive, policy, policy_version, secret_hash, call_count, max_calls, created_at, last_call_at, "
+    "sealed_at, reward, reward_error, script_hash, drop_reason, batch_id, scores, metrics, scenario, "
+    "metadata, stdout"
 )
 _INSERT = (
     f"INSERT INTO rollouts ({COLUMNS}) VALUES ({', '.join('?' * len(COLUMNS.split(', ')))}) "
@@ -55,12 +56,17 @@ class Rollouts(Drops):
         if version is None and rollout.mode != "observe":
             version = self._value("SELECT active FROM policies WHERE policy = ?", (policy,))
         if run_id is None and rollout.mode == "train" and rollout.group_id is not None:
-            run_id = self._value(
-                "SELECT id FROM runs WHERE policy = ? AND end_reason IS NULL "
-                "ORDER BY created_at DESC, id DESC LIMIT 1",
-                (policy,),
-            )
+            run_id = self._live_run(policy)
         return msgspec.structs.replace(rollout, policy=policy, policy_version=version, run_id=run_id)
+
+    def _live_run(self, policy: str | None) -> str | None:
+        """The newest run of the policy that has not ended."""
+        found = self._value(
+            "SELECT id FROM runs WHERE policy = ? AND end_reason IS NULL "
+            "ORDER BY created_at DESC, id DESC LIMIT 1",
+            (policy,),
+        )
+        return None if found is None else str(found)
 
     def _ended(self, run_id: str | None) -> bool:
         return self._value("SELECT end_reason FROM runs WHERE id = ?", (run_id,)) is not None
@@ -70,14 +76,14 @@ class Rollouts(Drops):
         return rows[0][0] if len(rows) == 1 else None
 
     def _join_group(self, rollout: Rollout, size: int | None) -> None:
-        row = self._row("SELECT state, run_id FROM groups WHERE id = ?", (rollout.group_id,))
+        row = self._row("SELECT state, run_id, passive_key FROM groups WHERE id = ?", (rollout.group_id,))
         if row is None:
             self._db.execute(
                 "INSERT INTO groups (id, run_id, scenario_id, size, state, created_at) "
                 "VALUES (?, ?, ?, ?, 'open', ?)",
                 (rollout.group_id, rollout.run_id, rollout.scenario_id, size or 0, self.now()),
             )
-        elif self._value(
+        elif row[2] is not None or self._value(
             "SELECT 1 FROM rollouts WHERE group_id = ? AND key_id != ?", (rollout.group_id, rollout.key_id)
         ):
             raise NotFound(f"no group {rollout.group_id}")  # under this key
@@ -215,6 +221,7 @@ def rollout_from(row: tuple[Any, ...]) -> Rollout:
     """A row of `COLUMNS` as a Rollout."""
     fields = dict(zip(_NAMES, row, strict=True))
     fields["headless"] = bool(fields["headless"])
+    fields["passive"] = bool(fields["passive"])
     for name in _JSON:
         fields[name] = from_json(fields[name])
     fields["scores"] = fields["scores"] or {}

@@ -2,32 +2,42 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from capture.errors import Conflict, NotFound, RewardFrozen
-from capture.sqlite.rollouts import COLUMNS, Rollouts, rollout_from, to_json
+from capture.sqlite.passive import GROUP_COLUMNS, Passive, group_from
+from capture.sqlite.rollouts import COLUMNS, rollout_from, to_json
 from capture.types import CallFate, Group, Rollout
 
-GROUP_COLUMNS = "id, run_id, scenario_id, size, state, created_at, closed_at, batch_id"
 
-
-class Scoring(Rollouts):
+class Scoring(Passive):
     """The methods of `capture.store.Store` for scores and groups."""
 
     # -- scoring -----------------------------------------------------------------------------
 
-    def settle(self, rollout_id: str, fates: Sequence[CallFate]) -> None:
+    def settle(
+        self,
+        rollout_id: str,
+        fates: Sequence[CallFate],
+        *,
+        scenario_id: str | None = None,
+        passive: bool = False,
+    ) -> None:
         with self._write():
-            state = self.rollout(rollout_id).state
-            if state == "open":
+            rollout = self.rollout(rollout_id)
+            if rollout.state == "open":
                 raise Conflict(f"rollout {rollout_id} is still open")
-            if state != "sealed":
+            if rollout.state != "sealed":
                 return
             self._db.executemany(
                 "UPDATE calls SET excluded = ? WHERE id = ? AND rollout_id = ? AND late = 0",
                 [(fate.excluded, fate.call_id, rollout_id) for fate in fates],
             )
-            self._db.execute("UPDATE rollouts SET state = 'ingested' WHERE id = ?", (rollout_id,))
+            self._db.execute(
+                "UPDATE rollouts SET state = 'ingested', scenario_id = coalesce(scenario_id, ?) WHERE id = ?",
+                (scenario_id, rollout_id),
+            )
+            if passive:
+                self._admit(rollout)
 
     def scoreable(self, limit: int = 100) -> list[Rollout]:
         rows = self._rows(f"SELECT {COLUMNS} FROM rollouts WHERE rescore = 1 LIMIT ?", (limit,))
@@ -35,7 +45,13 @@ class Scoring(Rollouts):
         return [*again, *self._in_state("ingested", limit - len(again))]
 
     def save_score(
-        self, rollout_id: str, reward: float, scores: Mapping[str, float], script_hash: str
+        self,
+        rollout_id: str,
+        reward: float,
+        scores: Mapping[str, float],
+        script_hash: str,
+        *,
+        group_size: int = 0,
     ) -> None:
         if not math.isfinite(reward):
             raise ValueError(f"reward {reward} of {rollout_id} is not a finite number")
@@ -53,7 +69,7 @@ class Scoring(Rollouts):
                     rollout_id,
                 ),
             )
-            if rollout.group_id is None:
+            if rollout.group_id is None and not self._gather(rollout, group_size):
                 self._drop([rollout_id], "ungrouped")
 
     def save_reward_error(self, rollout_id: str, error: str, script_hash: str) -> None:
@@ -109,7 +125,10 @@ class Scoring(Rollouts):
     # -- groups ------------------------------------------------------------------------------
 
     def open_groups(self, limit: int = 1000) -> list[Group]:
-        sql = f"SELECT {GROUP_COLUMNS} FROM groups WHERE state = 'open' ORDER BY created_at, id LIMIT ?"
+        sql = (
+            f"SELECT {GROUP_COLUMNS} FROM groups WHERE state = 'open' AND passive_key IS NULL "
+            "ORDER BY created_at, id LIMIT ?"
+        )
         return [group_from(row) for row in self._rows(sql, (limit,))]
 
     def group(self, group_id: str) -> Group:
@@ -137,8 +156,3 @@ class Scoring(Rollouts):
             self._db.execute(
                 "UPDATE groups SET state = 'closed', closed_at = ? WHERE id = ?", (self.now(), group_id)
             )
-
-
-def group_from(row: tuple[Any, ...]) -> Group:
-    """A row of the table `groups` as a Group."""
-    return Group(**dict(zip(GROUP_COLUMNS.split(", "), row, strict=True)))

@@ -21,12 +21,12 @@ class Sums(Base):
     def _balance(self, policy: str) -> Balance:
         of_policy = "policy = ? AND ingested_at IS NOT NULL"
         untrainable = self._sums(
-            f"SELECT excluded, sum(sampled_tokens) FROM calls WHERE {of_policy} AND mode = 'train' "
+            f"SELECT excluded, sum(sampled_tokens) FROM calls WHERE {of_policy} AND for_training "
             f"AND excluded IS NOT NULL GROUP BY excluded",
             policy,
         )
         not_for_training = self._sums(
-            f"SELECT mode, sum(sampled_tokens) FROM calls WHERE {of_policy} AND mode != 'train' "
+            f"SELECT mode, sum(sampled_tokens) FROM calls WHERE {of_policy} AND NOT for_training "
             "GROUP BY mode",
             policy,
         )
@@ -44,7 +44,7 @@ class Sums(Base):
         )
         pending = self._value(
             "SELECT coalesce(sum(sampled_tokens), 0) FROM rollouts JOIN calls ON rollout_id = rollouts.id "
-            f"WHERE state IN {_PENDING_STATES} AND rollouts.mode = 'train' AND calls.policy = ? "
+            f"WHERE state IN {_PENDING_STATES} AND rollouts.for_training AND calls.policy = ? "
             "AND ingested_at IS NOT NULL AND excluded IS NULL",
             (policy,),
         )
@@ -84,7 +84,7 @@ class Sums(Base):
     def fate_counts(self, policy: str) -> FateCounts:
         with self._read():
             out = self._sums(
-                "SELECT CASE mode WHEN 'train' THEN coalesce(drop_reason, 'pending') ELSE mode END AS fate, "
+                "SELECT CASE WHEN for_training THEN coalesce(drop_reason, 'pending') ELSE mode END AS fate, "
                 "count(*) FROM rollouts WHERE policy = ? AND state != 'trained' GROUP BY fate",
                 policy,
             )
@@ -95,7 +95,7 @@ class Sums(Base):
                 policy,
             )
             calls = self._sums(
-                "SELECT excluded, count(*) FROM calls WHERE excluded IS NOT NULL AND mode = 'train' "
+                "SELECT excluded, count(*) FROM calls WHERE excluded IS NOT NULL AND for_training "
                 "AND coalesce(policy, ?1) = ?1 GROUP BY excluded",
                 policy,
             )

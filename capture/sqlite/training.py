@@ -87,7 +87,7 @@ class Training(Versions):
                 (run_id,),
             )
             left = self._rows(
-                "SELECT id FROM rollouts WHERE run_id = ? AND mode = 'train' AND drop_reason IS NULL "
+                "SELECT id FROM rollouts WHERE run_id = ? AND for_training AND drop_reason IS NULL "
                 "AND state != 'trained'",
                 (run_id,),
             )
@@ -100,11 +100,15 @@ class Training(Versions):
         return dict(rows)
 
     def group_count(self, run_id: str) -> int:
-        return sum(self.groups_of_run(run_id).values())
+        sql = "SELECT count(*) FROM groups WHERE run_id = ? AND passive_key IS NULL"
+        return int(self._value(sql, (run_id,)))
 
     def outstanding_groups(self, run_id: str) -> int:
-        by_state = self.groups_of_run(run_id)
-        return sum(by_state.get(state, 0) for state in ("open", "closed", "taken"))
+        sql = (
+            "SELECT count(*) FROM groups WHERE run_id = ? AND state IN ('open', 'closed', 'taken') "
+            "AND passive_key IS NULL"
+        )
+        return int(self._value(sql, (run_id,)))
 
     # -- batches -----------------------------------------------------------------------------
 
@@ -157,7 +161,8 @@ class Training(Versions):
         return Batch(id=batch_id, run_id=run_id, taken_at=taken_at, groups=list(groups.values()))
 
     def _drop_stale(self, lineage: Lineage, staleness_max: int) -> None:
-        """Drop closed groups in which some version is not among the newest of the lineage."""
+        """Drop closed groups in which some version is not among the newest of the lineage. Who is observed
+        may be served another one from call to call."""
         fresh: list[int] = []
         version: int | None = lineage.head_version
         while version is not None and len(fresh) <= staleness_max:
@@ -165,11 +170,13 @@ class Training(Versions):
             version = self._value(
                 "SELECT parent FROM versions WHERE policy = ? AND version = ?", (lineage.policy, version)
             )
+        old = f"NOT IN ({', '.join('?' * len(fresh))})"
         stale = self._rows(
             "SELECT DISTINCT groups.id FROM groups JOIN rollouts ON rollouts.group_id = groups.id "
             "WHERE groups.run_id = ? AND groups.state = 'closed' AND rollouts.state = 'grouped' "
-            f"AND coalesce(rollouts.policy_version, -1) NOT IN ({', '.join('?' * len(fresh))})",
-            (lineage.run_id, *fresh),
+            f"AND (coalesce(rollouts.policy_version, -1) {old} OR (passive AND EXISTS (SELECT 1 FROM calls "
+            f"WHERE rollout_id = rollouts.id AND excluded IS NULL AND calls.policy_version {old})))",
+            (lineage.run_id, *fresh, *fresh),
         )
         for row in stale:
             self._drop_group(row[0], "stale")

@@ -34,11 +34,11 @@ has loss in the sample number `branch`, owner the call that it is trained for.
 EXPLAIN_HELP = """\
 why a rollout did or did not train: one sentence, then what it rests on
 
---json prints {rollout_id, kind, sentence, setting, setting_value, mode, state, status, policy, versions,
-run_id, scenario_id, headless, reward, scores, reward_error, advantage, staleness, tokens, timeline, group,
-batch, calls, waiting, reasons}. `kind` says which sentence it is, `setting` which setting would change it;
-`tokens` adds up to `tokens.sampled`; a call's `fate` is trained, zero_advantage, pending, eval, observe, a
-drop reason or an untrainable reason, and `reasons` has the sentences.
+--json prints {rollout_id, kind, sentence, setting, setting_value, mode, passive, state, status, policy,
+versions, run_id, scenario_id, headless, reward, scores, reward_error, advantage, staleness, tokens, timeline,
+group, batch, calls, waiting, reasons}. `kind` says which sentence it is, `setting` which setting would
+change it; `tokens` adds up to `tokens.sampled`; a call's `fate` is trained, zero_advantage, pending, eval,
+observe, a drop reason or an untrainable reason, and `reasons` has the sentences.
 """
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from capture.reasons import DROPPED
 from capture.types import Rollout
 from hone.explain.facts import Facts, alive_members, behind, head_at
+from hone.explain.passive import alone, lonely
 from hone.explain.words import Verdict, count, error_line, named, sentence_of, shortened, version_of
 from rewards.groups import MEMBERS_MIN
 
@@ -101,6 +102,8 @@ def _stale(facts: Facts) -> Verdict:
     how = f"were {count(steps, 'version')} behind v{head}, more than {named(facts, 'train.staleness_max')}"
     if behind(facts, oldest.policy_version, head) is None:
         how = f"are not of the lineage of v{head}"
+    if rollout.passive:
+        how += "; what is observed is served the promoted version, which may be far behind"
     return Verdict(
         kind="stale",
         sentence=f"Not trained: its group {group.id} was dropped as stale: {whose} ({version_of(oldest)}) "
@@ -116,6 +119,8 @@ def _age(facts: Facts, member: Rollout, head: int | None) -> int:
 
 
 def _group_too_small(facts: Facts) -> Verdict:
+    if facts.rollout.passive:
+        return lonely(facts)
     members = alive_members(facts.history)
     without = Counter(
         member.drop_reason or member.state for member in members if member.drop_reason != "group_too_small"
@@ -167,6 +172,8 @@ def _nonfinite(facts: Facts) -> Verdict:
 
 def ungrouped(facts: Facts) -> Verdict:
     """For a rollout without a group."""
+    if facts.rollout.passive:
+        return alone(facts)
     return Verdict(
         kind="ungrouped",
         sentence="Not trained: it belongs to no group, so there is nothing to compare its reward with; give "

@@ -51,6 +51,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     setting: str | None  # the setting that would change it
     setting_value: Any  # its value at the time; None where it is not known
     mode: str
+    passive: bool  # observed, and for training all the same
     state: str
     status: str | None
     policy: str | None
@@ -84,6 +85,7 @@ def explain(facts: Facts) -> Explanation:
         setting=chosen.setting,
         setting_value=None if chosen.setting is None else facts.setting(chosen.setting),
         mode=rollout.mode,
+        passive=rollout.passive,
         state=rollout.state,
         status=rollout.status,
         policy=rollout.policy,
@@ -115,7 +117,7 @@ def _versions(facts: Facts) -> list[int]:
 def _staleness(facts: Facts) -> int | None:
     """Of its pinned version, at the moment the batch was taken, it was dropped, or now."""
     history = facts.history
-    if facts.rollout.mode != "train" or history.lineage is None:
+    if not facts.rollout.for_training or history.lineage is None:
         return None
     ended = history.drop.at if history.drop else facts.now
     at = history.batch.taken_at if history.batch else ended
@@ -156,6 +158,8 @@ def _timeline(facts: Facts) -> Iterator[tuple[float, Moment]]:
     sealed_at = rollout.sealed_at or rollout.created_at
     if rollout.sealed_at is not None:
         yield _dated(sealed_at, f"sealed as {rollout.status}")
+    if rollout.passive:
+        yield sealed_at, Moment(None, f"for training from then on, in run {rollout.run_id} (passive.train)")
     if rollout.reward is not None:
         yield sealed_at, Moment(None, f"scored: reward {number(rollout.reward)}")
     if rollout.reward_error:

@@ -142,7 +142,7 @@ def _view(
 def rollout_fate(history: History) -> str:
     """What became, or will become, of the rollout's trainable tokens."""
     rollout = history.rollout
-    if rollout.mode != "train":
+    if not rollout.for_training:
         return rollout.mode
     if rollout.drop_reason is not None:
         return rollout.drop_reason

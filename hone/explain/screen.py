@@ -78,7 +78,13 @@ def head(explanation: Explanation) -> Iterator[Text]:
     """What the rollout is, in a few lines."""
     e = explanation
     versions = ", ".join(f"v{version}" for version in e.versions) or "no version"
-    words = [e.mode, e.state, *([e.status] if e.status else []), versions]
+    words = [
+        e.mode,
+        *(["for training"] if e.passive else []),
+        e.state,
+        *([e.status] if e.status else []),
+        versions,
+    ]
     words += ["headless"] if e.headless else []
     words += [f"run {e.run_id}"] if e.run_id else []
     words += [f"scenario {e.scenario_id}"] if e.scenario_id else []

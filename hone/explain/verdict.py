@@ -3,7 +3,7 @@
 Every sentence begins with `Trained`, `Not trained`, `Not yet` or `Not for training`, and names the
 setting to change where there is one. What decided is the verdict's `kind`:
 
-* not for training: `eval`, `observe`;
+* not for training: `eval`, `observe` (`hone.explain.passive`);
 * not yet (`hone.explain.waits`): `open`, `sealed`, `ingested`, `requires_score`, `group_open`,
   `group_waits`, `grouped`, `taken`;
 * left before it was trained (`hone.explain.drops`): a drop reason, or `pin_expired`;
@@ -20,6 +20,7 @@ from capture.types import Rollout
 from hone.explain.batched import committed, nothing_to_train
 from hone.explain.drops import dropped
 from hone.explain.facts import Facts, count_tokens
+from hone.explain.passive import observed, undecided
 from hone.explain.waits import grouped, ingested, opened, scored, sealed, taken
 from hone.explain.words import Verdict, error_line, number
 
@@ -34,8 +35,8 @@ def _choose(facts: Facts) -> Verdict:
     rollout = facts.rollout
     if rollout.mode == "eval":
         return _evaluation(facts)
-    if rollout.mode == "observe":
-        return _observed(facts)
+    if not rollout.for_training and not undecided(facts):
+        return observed(facts)
     if rollout.state in ("dropped", "failed", "reward_error"):
         return dropped(facts)
     if rollout.group_id is not None and rollout.run_id is None:
@@ -57,15 +58,6 @@ def _evaluation(facts: Facts) -> Verdict:
     rollout = facts.rollout
     of = "" if rollout.policy_version is None else f" of version v{rollout.policy_version}"
     return Verdict(kind="eval", sentence=f"Not for training: it is an evaluation{of}{_outcome(rollout)}.")
-
-
-def _observed(facts: Facts) -> Verdict:
-    how = "nobody opened it for training, so it was only observed"
-    if facts.rollout.headless:
-        how = "nobody said whose call it was (headless), so it was only observed"
-    hint = "to train on it, open a rollout with `POST /rollouts` in mode `train` and give its agent that "
-    hint += "base_url"
-    return Verdict(kind="observe", sentence=f"Not for training: {how}; {hint}.")
 
 
 def _outcome(rollout: Rollout) -> str:

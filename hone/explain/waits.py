@@ -107,7 +107,7 @@ def _missing(facts: Facts, size: int) -> dict[str, int]:
         elif member.state == "failed" and member.attempt < retries:
             found["to be repeated"] += 1
     if size > len(members):
-        found["not started"] = size - len(members)
+        found["still to come" if facts.rollout.passive else "not started"] = size - len(members)
     return dict(found)
 
 
