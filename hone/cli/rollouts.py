@@ -1,6 +1,7 @@
 """`hone rollouts`: what is stored of the agents' attempts, and why each did or did not train."""
 
 import argparse
+import itertools
 import re
 import sys
 from collections.abc import Callable
@@ -9,9 +10,18 @@ import msgspec
 
 from capture.store import Store
 from capture.types import Rollout
-from hone.cli.common import add_config, add_json, load_config, open_store, print_json, print_lines
+from hone.cli.common import (
+    add_config,
+    add_json,
+    load_config,
+    open_store,
+    positive,
+    print_json,
+    print_lines,
+)
 from hone.config import Config
 from hone.printing import redacted
+from hone.traffic.filters import add_filters, filters, matching
 
 CALLS_SHOWN = 50
 
@@ -46,11 +56,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the verb."""
     verbs = parser.add_subparsers(dest="what", required=True, metavar="ls|show|explain")
     listing = verbs.add_parser("ls", help=LS, description=LS)
-    listing.add_argument("--run", help="of this run only")
-    listing.add_argument("--mode", choices=("train", "eval", "observe"))
-    listing.add_argument("--state", action="append", default=[], help="may be given several times")
-    listing.add_argument("--limit", type=int, default=50)
-    listing.add_argument("--after", help="page: only ids after this one")
+    listing.add_argument("--limit", type=positive, default=50)
+    listing.add_argument("--after", metavar="ID", help="page: only ids after this one")
+    add_filters(listing)
     raw = argparse.RawDescriptionHelpFormatter
     show = verbs.add_parser("show", help=SHOW, description=SHOW_HELP, formatter_class=raw)
     show.add_argument("--tokens", action="store_true", help="each sampled token: mask, logprob, owner")
@@ -96,13 +104,8 @@ def call_numbers(text: str) -> range:
 
 
 def _list(config: Config, store: Store, arguments: argparse.Namespace) -> int:
-    found = store.rollouts(
-        run_id=arguments.run,
-        mode=arguments.mode,
-        states=arguments.state,
-        limit=arguments.limit,
-        after=arguments.after,
-    )
+    fitting = matching(store, filters(arguments), after=arguments.after)
+    found = list(itertools.islice(fitting, arguments.limit))
     if arguments.json:
         print_json([_public(rollout) for rollout in found])
         return 0
