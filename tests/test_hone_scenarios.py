@@ -12,9 +12,10 @@ from traffic_world import SYSTEM, TOOL, World, assistant, talk, user
 from capture.errors import Conflict, NotFound
 from capture.fingerprint import fingerprint
 from hone.cli.main import main
+from hone.cli.selection import moment
 from hone.config import load
 from hone.traffic import filters as filtering
-from hone.traffic.filters import Filters, matching, moment
+from hone.traffic.filters import Filters, matching
 from hone.traffic.scenarios import from_rollouts
 from rollouts.scenarios import LINE_BYTES_MAX, Deck, read_scenarios
 

@@ -80,6 +80,13 @@ class World:
             model=fields.get("model", POLICY),
             **{key: value for key, value in fields.items() if key != "model"},
         )
-        raw = raw_call(rollout_id, id=call.id, policy=call.policy, policy_version=call.policy_version)
+        raw = raw_call(
+            rollout_id,
+            id=call.id,
+            policy=call.policy,
+            policy_version=call.policy_version,
+            retry_count=call.retry_count,
+            body_hash=call.body_hash,
+        )
         self.store.commit_calls(pack([raw]), [raw], [])
         self.store.save_calls([call], {})

@@ -42,6 +42,12 @@ def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
+def add_out(parser: argparse.ArgumentParser) -> None:
+    """`--out` and `--force` of a file that is written."""
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="where to write it")
+    parser.add_argument("--force", action="store_true", help="replace a file that is there")
+
+
 def positive(text: str) -> int:
     """A whole number from 1 on, as an option's type."""
     number = int(text)

@@ -2,10 +2,18 @@
 
 import argparse
 import sys
-from pathlib import Path
 
-from hone.cli.common import add_config, add_json, load_config, open_store, positive, print_json, progress
-from hone.traffic.filters import add_filters, filters
+from hone.cli.common import (
+    add_config,
+    add_json,
+    add_out,
+    load_config,
+    open_store,
+    positive,
+    print_json,
+    progress,
+)
+from hone.cli.selection import add_filters, filters
 
 FROM_ROLLOUTS = """\
 one scenario for each distinct first request (system prompt, tools, first user messages) of the rollouts
@@ -28,8 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_config(making)
     add_json(making)
-    making.add_argument("--out", type=Path, required=True, metavar="FILE", help="where to write it")
-    making.add_argument("--force", action="store_true", help="replace a file that is there")
+    add_out(making)
     making.add_argument("--limit", type=positive, metavar="N", help="only the N most frequent")
     add_filters(making)
 

@@ -1,20 +1,15 @@
 """Which stored rollouts are meant; what the store has no index for is asked of one page at a time."""
 
-import argparse
-import re
-import time
 from collections.abc import Callable, Iterator
 from datetime import datetime
-from typing import get_args
 
 import msgspec
 
 from capture.errors import NotFound
 from capture.store import Store
-from capture.types import FinishStatus, Mode, Rollout, RolloutState
+from capture.types import Rollout
 
 PAGE = 500
-_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 
 Seen = Callable[[int], object]  # told how many rollouts were looked at so far
 
@@ -90,49 +85,6 @@ def matching(
 
 def _asked(store: Store, rollout: Rollout, model: str | None) -> bool:
     return model is None or any(call.model == model for call in store.calls(rollout.id))
-
-
-def add_filters(parser: argparse.ArgumentParser) -> None:
-    """The options that `filters` reads."""
-    group = parser.add_argument_group("which rollouts")
-    group.add_argument("--run", help="of this run only")
-    group.add_argument("--mode", choices=get_args(Mode))
-    group.add_argument("--policy", help="of the policy of this name")
-    group.add_argument("--model", help="with a call that asked for this model")
-    group.add_argument("--since", type=moment, metavar="WHEN", help="opened since: 90m, 2d, 2026-01-31T12:00")
-    group.add_argument("--min-reward", type=float, metavar="R")
-    group.add_argument("--max-reward", type=float, metavar="R")
-    several = {"action": "append", "default": [], "help": "may be given several times"}
-    group.add_argument("--scenario", metavar="ID", **several)  # type: ignore[arg-type]
-    group.add_argument("--status", choices=get_args(FinishStatus), metavar="STATUS", **several)  # type: ignore[arg-type]
-    group.add_argument("--state", choices=get_args(RolloutState), metavar="STATE", **several)  # type: ignore[arg-type]
-
-
-def filters(arguments: argparse.Namespace) -> Filters:
-    """What the options say."""
-    return Filters(
-        run=arguments.run,
-        mode=arguments.mode,
-        states=arguments.state,
-        scenarios=arguments.scenario,
-        statuses=arguments.status,
-        min_reward=arguments.min_reward,
-        max_reward=arguments.max_reward,
-        policy=arguments.policy,
-        model=arguments.model,
-        since=arguments.since,
-    )
-
-
-def moment(text: str) -> float:
-    """`90m`, `2d` (so long ago), or a date with or without a time, as Unix seconds."""
-    ago = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw])", text)
-    if ago is not None:
-        return time.time() - float(ago[1]) * _UNITS[ago[2]]
-    try:
-        return datetime.fromisoformat(text).timestamp()
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not like 90m, 2d or 2026-01-31T12:00") from None
 
 
 def _date(seconds: float) -> str:
