@@ -22,6 +22,7 @@ usage: hone VERB [options]
   up         serve: engine, proxy and control, without training
   train      train: learner and runner beside a running `hone up`, or everything
   eval       run the agent on evaluation scenarios and report its scores
+  sft        fine-tune the adapter on stored rollouts or on a file of conversations
   demo       train the tic-tac-toe agent end to end and show what it learned
   status     one screen, and one sentence on what training waits for
   doctor     check this machine and the settings

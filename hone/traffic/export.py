@@ -10,6 +10,7 @@ import msgspec
 
 from capture import graph
 from capture.errors import NotFound
+from capture.fingerprint import fingerprint
 from capture.reasons import NOT_FOR_TRAINING, UNTRAINABLE
 from capture.store import Store
 from capture.types import Rollout, Sample
@@ -22,6 +23,7 @@ Format = Literal["messages", "tokens"]
 UNFINISHED: Final = ("open", "sealed")
 LEFT_OUT: Final[dict[str, str]] = {
     "unfinished": "open, or not ingested yet; --state takes them all the same",
+    "eval": "they measure the policy; --mode eval takes them all the same",
     "failed": "the infrastructure failed; --state takes them all the same",
     "no_reward": "--best-of compares rewards",
     "no_scenario": "--best-of compares rollouts of one scenario",
@@ -115,6 +117,8 @@ def _finished(rollouts: Iterator[Rollout], filters: Filters, left_out: LeftOut) 
     for rollout in rollouts:
         if rollout.state in UNFINISHED and not filters.states:
             left_out.rollouts["unfinished"] += 1
+        elif rollout.mode == "eval" and filters.mode is None:
+            left_out.rollouts["eval"] += 1
         elif rollout.status == "failed" and not filters.states and not filters.statuses:
             left_out.rollouts["failed"] += 1
         else:
@@ -137,15 +141,18 @@ def _best(rollouts: Iterator[Rollout], count: int, left_out: LeftOut) -> list[st
     return sorted(rollout_id for heap in best.values() for _, rollout_id in heap)
 
 
-def samples(store: Store, rollout: Rollout, left_out: LeftOut) -> list[Sample]:
-    """What was sampled in the rollout and may be trained, as the call graph says."""
-    nodes = graph.build(store.calls(rollout.id))
+def own_samples(store: Store, rollout: Rollout, left_out: LeftOut) -> tuple[str, list[Sample]]:
+    """The rollout's scenario (a fingerprint where it names none), and what it sampled and may be trained."""
+    calls = store.calls(rollout.id)
+    nodes = graph.build(calls)
     left_out.calls.update(fate.excluded for fate in graph.fates(nodes) if fate.excluded is not None)
-    return graph.samples(nodes)
+    first = calls[0] if calls else None
+    named = rollout.scenario_id or (fingerprint(first.messages, first.tools) if first else rollout.id)
+    return named, graph.samples(nodes)
 
 
 def _tokens(store: Store, rollout: Rollout, left_out: LeftOut) -> Iterator[Any]:
-    for sample in samples(store, rollout, left_out):
+    for sample in own_samples(store, rollout, left_out)[1]:
         yield {
             **msgspec.structs.asdict(sample),
             "scenario_id": rollout.scenario_id,
