@@ -51,8 +51,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     """After one step."""
 
     step: int
-    steps: int
-    epoch: int  # from 1
+    epochs: float  # that are done
     loss: float | None  # of the step; None before the first
     held_out: float | None  # loss on what is held out, where it was measured now
 
@@ -157,33 +156,29 @@ class Course:
         self._optimizer = torch.optim.AdamW(
             model.parameters.values(), lr=sft.lr, betas=settings.betas, weight_decay=settings.weight_decay
         )
-        self._plan = [
-            batches(training, sft.batch_tokens, epoch=epoch, seed=sft.seed) for epoch in range(sft.epochs)
-        ]
-        self.steps = sum(map(len, self._plan))
+        self._epochs = 0.0  # that are done
         self.step = 0
         self.losses: list[float] = []
         self.held_out_losses: list[float] = []
 
     def run(self) -> None:
         """`NonFinite`: a loss or gradient is not finite; `Abandoned`: told to stop."""
-        self._measure(0, None)
-        for epoch, plan in enumerate(self._plan, 1):
-            total, tokens = 0.0, 0
+        self._tell_of(None, self._measure())
+        for epoch in range(self._sft.epochs):
+            plan = batches(self._training, self._sft.batch_tokens, epoch=epoch, seed=self._sft.seed)
+            total = 0.0
             for number, indexes in enumerate(plan, 1):
                 part = [self._training[index] for index in indexes]
                 loss = self._update(part)
-                count = owned_tokens(part)
-                total, tokens = total + loss * count, tokens + count
-                if number < len(plan):
-                    self._told(epoch, loss, None)
-            self.losses.append(total / tokens)
-            self._measure(epoch, loss)
+                total += loss * owned_tokens(part)
+                self._epochs = epoch + number / len(plan)
+                self._tell_of(loss, self._measure() if number == len(plan) else None)
+            self.losses.append(total / owned_tokens(self._training))
 
     def _update(self, part: Sequence[Lesson]) -> float:
         """One step; its loss."""
         for group in self._optimizer.param_groups:
-            group["lr"] = self._sft.lr * (1 - self.step / self.steps)
+            group["lr"] = self._sft.lr * (1 - self._epochs / self._sft.epochs)
         self._optimizer.zero_grad(set_to_none=True)
         loss = backward(self._model, part, self._settings.micro_batch_tokens, self._should_stop)
         parameters = self._model.parameters.values()
@@ -194,16 +189,16 @@ class Course:
         self.step += 1
         return loss
 
-    def _measure(self, epoch: int, loss: float | None) -> None:
-        held_out = None
-        if self._held_out:
-            tokens_max = self._settings.micro_batch_tokens
-            held_out = mean_loss(self._model, self._held_out, tokens_max, self._should_stop)
-            self.held_out_losses.append(held_out)
-        self._told(epoch, loss, held_out)
+    def _measure(self) -> float | None:
+        """The loss on what is held out, if anything is."""
+        if not self._held_out:
+            return None
+        tokens_max = self._settings.micro_batch_tokens
+        self.held_out_losses.append(mean_loss(self._model, self._held_out, tokens_max, self._should_stop))
+        return self.held_out_losses[-1]
 
-    def _told(self, epoch: int, loss: float | None, held_out: float | None) -> None:
-        self._tell(Progress(step=self.step, steps=self.steps, epoch=epoch, loss=loss, held_out=held_out))
+    def _tell_of(self, loss: float | None, held_out: float | None) -> None:
+        self._tell(Progress(step=self.step, epochs=self._epochs, loss=loss, held_out=held_out))
 
 
 def backward(

@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -16,7 +16,7 @@ from hone.config import Config
 
 if TYPE_CHECKING:
     from learner.lessons import Lesson
-    from learner.sft import Progress, Report
+    from learner.sft import Progress, Report, SftSettings
 
 PROGRESS_S = 2.0  # between lines of progress
 
@@ -54,6 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
     config = load_config(arguments)
     if config.capture_only:
         raise ConfigError("policy.base_model is not set: there is no model to train")
+    settings = _settings(arguments)
     refuse_existing(arguments.out)
     signalled: list[int] = []
     left_out: list[str] = []
@@ -67,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         report = train(
             config.learner,
-            _settings(arguments),
+            settings,
             config.policy.name,
             found,
             arguments.out,
@@ -89,7 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
-def _settings(arguments: argparse.Namespace) -> Any:
+def _settings(arguments: argparse.Namespace) -> "SftSettings":
     from capture.errors import ConfigError
     from learner.sft import SftSettings
 
@@ -161,13 +162,12 @@ class _Teller:
         self._last = 0.0
 
     def __call__(self, at: "Progress") -> None:
-        if at.held_out is None and at.step < at.steps and time.monotonic() - self._last < PROGRESS_S:
+        if at.held_out is None and time.monotonic() - self._last < PROGRESS_S:
             return
         self._last = time.monotonic()
         loss = "" if at.loss is None else f"  loss {at.loss:.4f}"
         held_out = "" if at.held_out is None else f"  held out {at.held_out:.4f}"
-        if loss or held_out:
-            print(f"step {at.step}/{at.steps}  epoch {at.epoch}{loss}{held_out}", file=sys.stderr, flush=True)
+        print(f"step {at.step}  epochs {at.epochs:.2f}{loss}{held_out}", file=sys.stderr, flush=True)
 
 
 def _told(report: "Report") -> str:

@@ -146,7 +146,7 @@ def own_samples(store: Store, rollout: Rollout, left_out: LeftOut) -> tuple[str,
     calls = store.calls(rollout.id)
     nodes = graph.build(calls)
     left_out.calls.update(fate.excluded for fate in graph.fates(nodes) if fate.excluded is not None)
-    first = calls[0] if calls else None
+    first = next((call for call in calls if call.messages), None)
     named = rollout.scenario_id or (fingerprint(first.messages, first.tools) if first else rollout.id)
     return named, graph.samples(nodes)
 
