@@ -63,10 +63,10 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     base_model: str
     settings: SftSettings
     steps: int
-    lessons: int  # that trained
+    samples: int  # that trained
     tokens: int  # of them with loss
     losses: list[float]  # mean over the tokens of each epoch, as they were met
-    held_out_lessons: int
+    held_out_samples: int
     held_out_losses: list[float]  # before the first epoch, then after each
     left_out: dict[str, int]
     seconds: float
@@ -101,10 +101,10 @@ def run(
         base_model=settings.base_model,
         settings=sft,
         steps=course.step,
-        lessons=len(training),
+        samples=len(training),
         tokens=owned_tokens(training),
         losses=course.losses,
-        held_out_lessons=len(held_out),
+        held_out_samples=len(held_out),
         held_out_losses=course.held_out_losses,
         left_out=left_out,
         seconds=time.monotonic() - began,

@@ -66,20 +66,20 @@ def test_the_runner_takes_the_file(world: World, tmp_path: Path) -> None:
 def test_what_gives_no_scenario_is_counted(world: World, tmp_path: Path) -> None:
     world.add("r_1", [])
     world.add("r_2", [{"messages": [SYSTEM], "tools": []}])
-    world.add("r_3", [{"messages": [user("go")], "response": None}])
+    world.add("r_3", [{"messages": []}], late=talk("x", asked="late"))
     world.add("r_4", [{"messages": [user("few"), assistant("shots"), user("go")]}])
     world.add("r_5", talk("x", asked="long " * (LINE_BYTES_MAX // 5)))
     summary = from_rollouts(world.store, Filters(), tmp_path / "set.jsonl")
-    assert summary.left_out == {"no_answer": 2, "no_user_message": 1, "too_long": 1}
+    assert summary.left_out == {"no_call": 2, "no_user_message": 1, "too_long": 1}
     assert (summary.scenarios, summary.distinct, summary.under_way) == (1, 2, 1)
     assert written(tmp_path / "set.jsonl")[0]["messages"] == [user("few")]
 
 
-def test_a_first_request_that_failed_is_not_the_first(world: World, tmp_path: Path) -> None:
-    failed = {"messages": [user("teapot")], "response": None, "untrainable": "error", "status": 500}
+def test_a_first_request_counts_although_it_failed(world: World, tmp_path: Path) -> None:
+    failed = {"messages": [user("hard")], "response": None, "untrainable": "error", "status": 500}
     world.add("r_1", [failed, *talk("x")])
     from_rollouts(world.store, Filters(), tmp_path / "set.jsonl")
-    assert written(tmp_path / "set.jsonl")[0]["messages"] == [SYSTEM, user("go")]
+    assert [one["messages"] for one in written(tmp_path / "set.jsonl")] == [[user("hard")]]
 
 
 def test_no_file_is_left_or_replaced_where_it_should_not(world: World, tmp_path: Path) -> None:
@@ -170,7 +170,7 @@ def test_the_command(world: World, tmp_path: Path, capsys: pytest.CaptureFixture
         "distinct": 1,
         "rollouts": 3,
         "under_way": 0,
-        "left_out": {"no_answer": 1},
+        "left_out": {"no_call": 1},
     }
     assert "1 scenarios from 3 rollouts" in told.err
     assert main(["scenarios", "from-rollouts", *words]) == 1

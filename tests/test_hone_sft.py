@@ -52,8 +52,8 @@ def test_on_stored_rollouts(config: Path, tmp_path: Path, capsys: pytest.Capture
     told = capsys.readouterr()
     report = json.loads(told.out)
     assert report["settings"] == {"epochs": 8, "lr": 0.02, "batch_tokens": 64, "seed": 7, "held_out": 0.05}
-    assert report["lessons"] + report["held_out_lessons"] == 60
-    assert report["tokens"] == 4 * report["lessons"]  # exactly what was sampled
+    assert report["samples"] + report["held_out_samples"] == 60
+    assert report["tokens"] == 4 * report["samples"]  # exactly what was sampled
     assert report["held_out_losses"][-1] < report["held_out_losses"][0] - 1.0
     assert f"step {report['steps']}  epochs 8.00  loss" in told.err
     assert read_manifest(tmp_path / "sft").policy == "policy"
@@ -72,7 +72,7 @@ def test_on_a_file_of_conversations(config: Path, tmp_path: Path, capsys: pytest
     assert main([*words, "--epochs", "3", "--lr", "5e-3", "--batch-tokens", "400"]) == 0
     told = capsys.readouterr()
     report = json.loads(told.out)
-    assert report["lessons"] + report["held_out_lessons"] == 30
+    assert report["samples"] + report["held_out_samples"] == 30
     assert report["held_out_losses"][-1] < report["held_out_losses"][0] - 0.5
     assert "left out: 1 no_answer" in told.err
     assert main([*words[:-4], str(tmp_path / "b"), "--data", str(data), "--mode", "train"]) == 1

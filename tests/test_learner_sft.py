@@ -130,9 +130,9 @@ def test_what_is_held_out_is_learned_too_and_the_adapter_loads_in_peft(base: Pat
     own = settings(base, tmp_path, lora_rank=8)
     sft = SftSettings(epochs=6, lr=2e-2, batch_tokens=112)
     report = run(own, sft, "policy", counting(200, 1), out, lambda: False, told.append)
-    assert report.lessons + report.held_out_lessons == 200
-    assert 10 <= report.held_out_lessons < 30
-    assert report.tokens == 4 * report.lessons
+    assert report.samples + report.held_out_samples == 200
+    assert 10 <= report.held_out_samples < 30
+    assert report.tokens == 4 * report.samples
     first, *_, last = report.held_out_losses
     assert len(report.held_out_losses) == 7
     assert last < first - 1.0
@@ -199,7 +199,7 @@ def test_what_the_model_cannot_read_is_left_out(base: Path, tmp_path: Path) -> N
     own, sft = settings(base, tmp_path), SftSettings(epochs=1)
     report = run(own, sft, "policy", [long, foreign, *counting(3, 1)], tmp_path / "a", lambda: False, id)
     assert report.left_out == {"too_long": 1, "other_vocabulary": 1}
-    assert (report.lessons, report.held_out_losses) == (3, [])
+    assert (report.samples, report.held_out_losses) == (3, [])
     with pytest.raises(ConfigError, match="can read none of 2 lessons"):
         run(own, sft, "policy", [long, foreign], tmp_path / "b", lambda: False, id)
 

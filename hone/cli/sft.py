@@ -177,9 +177,10 @@ def _told(report: "Report") -> str:
     held_out = "nothing held out"
     if report.held_out_losses:
         first, *_, last = report.held_out_losses
-        held_out = f"held out ({report.held_out_lessons}) {first:.4f} -> {last:.4f}"
+        held_out = f"held out ({report.held_out_samples}) {first:.4f} -> {last:.4f}"
+    losses = " -> ".join(f"{loss:.4f}" for loss in dict.fromkeys((report.losses[0], report.losses[-1])))
     lines += [
-        f"{report.steps} steps on {report.tokens} tokens of {report.lessons} samples, {report.seconds:.1f} s",
-        f"loss {report.losses[0]:.4f} -> {report.losses[-1]:.4f}, {held_out}: {report.out}",
+        f"{report.steps} steps on {report.tokens} tokens of {report.samples} samples, {report.seconds:.1f} s",
+        f"loss {losses}, {held_out}: {report.out}",
     ]
     return "\n".join(lines)

@@ -17,6 +17,7 @@ from capture.types import Rollout, Sample
 from hone.traffic.conversations import LENGTH, conversations
 from hone.traffic.filters import Filters, Seen, matching
 from hone.traffic.lines import LinesFile
+from hone.traffic.scenarios import first_request
 
 Format = Literal["messages", "tokens"]
 
@@ -146,7 +147,7 @@ def own_samples(store: Store, rollout: Rollout, left_out: LeftOut) -> tuple[str,
     calls = store.calls(rollout.id)
     nodes = graph.build(calls)
     left_out.calls.update(fate.excluded for fate in graph.fates(nodes) if fate.excluded is not None)
-    first = next((call for call in calls if call.messages), None)
+    first = first_request(calls)
     named = rollout.scenario_id or (fingerprint(first.messages, first.tools) if first else rollout.id)
     return named, graph.samples(nodes)
 

@@ -20,7 +20,7 @@ from rollouts.scenarios import LINE_BYTES_MAX
 NAMED = 3  # rollouts that a scenario names
 
 LEFT_OUT = {
-    "no_answer": "no call of it was answered, or none is ingested yet",
+    "no_call": "it has none, or none is ingested yet",
     "no_user_message": "nobody asked anything before the first answer",
     "too_long": f"a scenario may have {LINE_BYTES_MAX} bytes",
 }
@@ -99,7 +99,7 @@ def _count(store: Store, filters: Filters, seen: Seen | None) -> tuple[dict[str,
         first = first_request(store.calls(rollout.id))
         asked = [] if first is None else opening(first.messages)
         if first is None or not any(message.get("role") == "user" for message in asked):
-            left_out["no_answer" if first is None else "no_user_message"] += 1
+            left_out["no_call" if first is None else "no_user_message"] += 1
             continue
         tasks.setdefault(fingerprint(asked, first.tools), _Task()).add(rollout.id)
         under_way += len(asked) < len(first.messages)
@@ -107,8 +107,8 @@ def _count(store: Store, filters: Filters, seen: Seen | None) -> tuple[dict[str,
 
 
 def first_request(calls: Sequence[ModelCall]) -> ModelCall | None:
-    """Of calls in the order of their start, the first that was answered."""
-    return next((call for call in calls if call.response is not None and call.messages), None)
+    """Of calls in the order of their start, the first on time that says anything; answered or not."""
+    return next((call for call in calls if call.messages and not call.late), None)
 
 
 def _line(store: Store, id: str, task: _Task) -> bytes:
