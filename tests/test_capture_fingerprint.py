@@ -3,7 +3,6 @@ from typing import Any
 import pytest
 
 from capture.fingerprint import fingerprint
-from capture.normalise import opening
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 ASKED = {"role": "user", "content": "Which book?"}
@@ -46,10 +45,3 @@ def test_spelling_does_not_change_it(messages: list[dict[str, Any]], tools: list
 )
 def test_another_task_has_another_one(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> None:
     assert fingerprint(messages, tools) != fingerprint([SYSTEM, ASKED], [LOOK])
-
-
-def test_the_opening_ends_before_the_first_answer() -> None:
-    more = {"role": "user", "content": "Quick."}
-    assert opening([SYSTEM, ASKED, more, ANSWER, ASKED]) == [SYSTEM, ASKED, more]
-    assert opening([ASKED]) == [ASKED]
-    assert opening([]) == []
