@@ -61,7 +61,7 @@ SOURCES = (
     Source("rewards", rewards.settings.Settings, frozenset({"infrastructure_retries"})),
     Source("train", TrainSettings),
     Source("train", learner.settings.Settings, LEARNER_DERIVED),
-    Source("train", rollouts.settings.Settings, frozenset({"model_name", "eval_env"})),
+    Source("train", rollouts.settings.Settings, frozenset({"model_name", "eval_env", "redact"})),
     Source("eval", EvalSettings),
     Source("control", ControlSettings),
 )
