@@ -93,7 +93,7 @@ class Answer:
         yield from ("".join(part["text"] for part in content) for content in parts)
         for tokens in sampled.values():
             yield from _spelled(tokens)
-        for cut in filter(None, map(_cut_text, self.rest[-1:])):
+        for cut in (text for line in self.rest[-1:] for text in _cut_texts(line)):
             yield from (text + cut for text in joined)
 
     def plain(self) -> dict[str, Any]:
@@ -210,9 +210,10 @@ def _spelled(tokens: Sequence[_Token]) -> Iterator[str]:
     yield spelled.decode(errors="replace")
 
 
-def _cut_text(line: bytes) -> str:
-    """The string that a chunk was cut in, as far as it came."""
-    return _STRING.sub("", line.decode(errors="replace")).partition('"')[2]
+def _cut_texts(line: bytes) -> list[str]:
+    """The strings of a chunk that was cut, also the one that it was cut in, as they are written."""
+    text = line.decode(errors="replace")
+    return [*(one[1:-1] for one in _STRING.findall(text)), _STRING.sub("", text).partition('"')[2]]
 
 
 def _message(deltas: Sequence[dict[str, Any]]) -> dict[str, Any] | None:

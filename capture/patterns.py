@@ -42,7 +42,8 @@ _PRIVATE_KEY = re.compile(
     r"-----BEGIN (?:[A-Z0-9]{1,16} ){0,3}PRIVATE KEY-----"
     r"(?:(?!-----END )[\s\S])*(?:-----END (?:[A-Z0-9]{1,16} ){0,3}PRIVATE KEY-----)?",
 )
-_DIGITS = re.compile(r"[2-6](?<!\d[2-6])(?<!\d\.[2-6])(?=((?:[ -]?\d){12,18}))", re.ASCII)
+_DIGITS = re.compile(r"[2-6](?<!\d[2-6])(?<!\d\.[2-6])(?=(\d{3}(?:[ -]?\d{3,6}){2,5}))", re.ASCII)
+_CARD_CHARS_MAX = 19 + 4  # digits, and what stands between their groups
 _CARD = re.compile(  # by the lengths and first digits that networks issue
     r"3[47]\d{13}|3(?:0[0-5]|[68]\d)\d{11}|35(?:2[89]|[3-8]\d)\d{12}|4\d{12}(?:\d{3}){0,2}|5[1-5]\d{14}"
     r"|2(?:22[1-9]|2[3-9]\d|[3-6]\d\d|7[01]\d|720)\d{12}|6(?:011|5\d\d|4[4-9]\d)\d{12}|62\d{14,17}",
@@ -122,7 +123,8 @@ def _credit_cards(text: str) -> Sequence[Span]:
 
 def _card_at(text: str, match: re.Match[str]) -> Span | None:
     """The longest card number that begins there; what follows it may be digits of something else."""
-    start, end = match.start(), match.end(1)
+    start = match.start()
+    end = min(match.end(1), start + _CARD_CHARS_MAX)
     for stop in range(end, start + 12, -1):
         if not text[stop - 1].isdigit() or text[stop : stop + 1].isdigit():
             continue
