@@ -56,12 +56,13 @@ class Finder(msgspec.Struct, frozen=True):
 
     find: Callable[[str], Sequence[Span]]
     marker: str
+    anywhere: bool  # it finds something in every text that contains one in which it finds something
 
 
 def finder(pattern: str) -> Finder:
     """What a pattern of the setting means. `ConfigError` names it where it means nothing."""
     if pattern in NAMED:
-        return Finder(NAMED[pattern], f"[redacted:{pattern}]")
+        return Finder(NAMED[pattern], f"[redacted:{pattern}]", True)
     try:
         compiled = re.compile(pattern)
     except (re.error, RecursionError, OverflowError) as error:
@@ -73,7 +74,7 @@ def finder(pattern: str) -> Finder:
             f"{SETTING}: {pattern!r} takes exponential time on some texts and would stop the proxy: "
             "let no repetition contain another that can match the same text, or make it possessive (++)"
         )
-    return Finder(_spans_of(compiled), "[redacted]")
+    return Finder(_spans_of(compiled), "[redacted]", _LOOKS_AROUND.search(pattern) is None)
 
 
 def check(patterns: Sequence[str]) -> None:
@@ -151,6 +152,8 @@ NAMED: Final[dict[str, Callable[[str], Sequence[Span]]]] = {
 
 # -- what an expression does before it is used -----------------------------------------------------
 
+# Anchors, assertions, possessive repetitions; rather one too many.
+_LOOKS_AROUND = re.compile(r"(?<!\[)\^|\$|\\[AZ]|\(\?[=!<>(]|[+*?}]\+")
 _PLAIN = ("", "a", "A b", "0", " ", "\n", "a.b@c-d_e:1/\"'{}[]=,")
 _SEEDS = ("a", "A", "0", " ", "-", ".", "_", "/", "=", '"', "\n", "a0", "a ", "a.", "0 ", "aA")
 _OWN_MAX = 32  # characters of the expression that are repeated too

@@ -29,11 +29,13 @@ from capture.types import RawCall
 
 DEPTH_MAX = 8  # how deep JSON written inside JSON is looked into as such
 _STRING = r'"[^"\\]*+(?:\\.[^"\\]*+)*+"'
-_TOKEN = re.compile(rf"{_STRING}|(?<![\w.+-])-?\d{{11,}}(?:\.\d+)?(?:[eE][+-]?\d+)?", re.DOTALL)
-_INNER_TOKEN = re.compile(rf"{_STRING}|-?\d[\w.+-]*", re.DOTALL)
+_STRINGS = re.compile(_STRING, re.DOTALL)
+_NUMBER = r"(?<![\w.+-])-?\d{11,}(?:\.\d+)?(?:[eE][+-]?\d+)?"  # of a body
+_INNER_NUMBER = r"-?\d[\w.+-]*"  # of JSON inside a string, where it is text like all else
+_LONG = re.compile(r"[:,\[\s]-?[1-9]\d{10}[\d.eE+-]*")  # at least those of _NUMBER in JSON, and fast
 _PAIR = r"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"
 _ESCAPE = re.compile(rf'{_PAIR}|\\u[0-9a-fA-F]{{4}}|\\["\\/bfnrt]')
-_SHORT = {"b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t"}
+_SHORT = {"\\" + short: said for short, said in zip('bfnrt"/\\', '\b\f\n\r\t"/\\', strict=True)}
 _IDS = re.compile(r"\[[\s\d.,eE+-]+\]?")
 _SPELLING = re.compile(rf'("token"\s*:\s*)({_STRING})', re.DOTALL)
 _TEXTS = ("route", "error", "idempotency_key")
@@ -60,11 +62,13 @@ class Redactor:
         """
         if not self._finders:
             return raw
+        answer = Answer(raw.response, raw.stream)
+        if not self._suspects(raw, answer):
+            return raw
         request = self._body(raw.request)
         changed = self._fields(raw.changed)
         texts = {name: text for name in _TEXTS if (text := getattr(raw, name))}
         said = {name: self.text(text) for name, text in texts.items()}
-        answer = Answer(raw.response, raw.stream)
         same = request is raw.request and changed is raw.changed and said == texts
         if same and not self._is_in(answer):
             return raw
@@ -85,7 +89,7 @@ class Redactor:
             return text
         found = text
         if depth < DEPTH_MAX and text.lstrip()[:1] in ("{", "[") and is_json(text.encode("utf-8", "replace")):
-            found = self._json(text, _INNER_TOKEN, depth + 1)
+            found = self._json(text, _INNER_NUMBER, depth + 1)
         marks = self._marks(found)
         return _cut(found, marks, 0, len(found)) if marks else found
 
@@ -95,6 +99,24 @@ class Redactor:
             return name
         return f"[redacted:{hashlib.blake2b(name.encode(errors='replace'), digest_size=16).hexdigest()}]"
 
+    def _suspects(self, raw: RawCall, answer: Answer) -> bool:
+        """Whether something may match: whether it does where everything is looked at in one."""
+        if not all(one.anywhere for one in self._finders) or answer.rest or not is_json(raw.request):
+            return True
+        lines = b"\n".join([b"", *answer.lines]).decode()
+        written = {*_STRINGS.findall(lines), *_LONG.findall(lines)}
+        written |= {raw.request.decode(), msgspec.json.encode(raw.changed).decode()}
+        said = _ESCAPE.sub(_unescape, "\0".join(written))
+        return self._hits("\0".join([said, *answer.spread(), *(getattr(raw, name) or "" for name in _TEXTS)]))
+
+    def _hits(self, text: str, depth: int = 0) -> bool:
+        if any(one.find(text) for one in self._finders):
+            return True
+        if "\\" not in text or depth == DEPTH_MAX:
+            return False
+        said = _ESCAPE.sub(_unescape, text)
+        return len(said) < len(text) and self._hits(said, depth + 1)
+
     # -- bodies ----------------------------------------------------------------------------------
 
     def _body(self, body: bytes) -> bytes:
@@ -102,20 +124,20 @@ class Redactor:
         if not is_json(body):
             return self._garbage(body)
         text = body.decode()
-        found = self._joined(self._json(text, _TOKEN))
+        found = self._joined(self._json(text, _NUMBER))
         return body if found is text else found.encode()
 
     def _fields(self, fields: dict[str, Any]) -> dict[str, Any]:
         if not fields:
             return fields
         text = msgspec.json.encode(fields).decode()
-        found = self._json(text, _TOKEN)
+        found = self._json(text, _NUMBER)
         return fields if found is text else dict(msgspec.json.decode(found))
 
     def _is_in(self, answer: Answer) -> bool:
         lines = b"\n".join(answer.lines).decode()
         return (
-            self._json(lines, _TOKEN) is not lines
+            self._json(lines, _NUMBER) is not lines
             or any(self.text(text) is not text for text in answer.spread())
             or any(self._garbage(rest) is not rest for rest in answer.rest)
         )
@@ -125,7 +147,7 @@ class Redactor:
         if not answer.is_completion:
             return self._garbage(body, without_ids=True)
         text = msgspec.json.encode(answer.plain()).decode()
-        return self._joined(self._json(text, _TOKEN)).encode()
+        return self._joined(self._json(text, _NUMBER)).encode()
 
     def _garbage(self, body: bytes, *, without_ids: bool = False) -> bytes:
         """What cannot be read; itself if nothing matches."""
@@ -133,22 +155,26 @@ class Redactor:
         spelled = "".join(_unquoted(piece[2]) for piece in _SPELLING.finditer(text))
         stays = not without_ids and not self._marks(spelled)
         bare = text if stays else _SPELLING.sub(r'\1""', _IDS.sub("[]", text))
-        found = self._json(bare, _TOKEN)
+        found = self._json(bare, _NUMBER)
         marks = self._marks(found)
         found = _cut(found, marks, 0, len(found)) if marks else found
         return body if found is text else found.encode(errors="surrogateescape")
 
     # -- JSON ------------------------------------------------------------------------------------
 
-    def _json(self, text: str, tokens: re.Pattern[str], depth: int = 0) -> str:
+    def _json(self, text: str, number: str, depth: int = 0) -> str:
         """JSON, or several under one another, with its strings and numbers redacted; itself if none is."""
         found: dict[str, str] = {}
-        for token in set(tokens.findall(text)):
+        for token in {*_STRINGS.findall(text), *re.findall(number, _STRINGS.sub('""', text))}:
             said = _unquoted(token) if token[0] == '"' else token
             kept = self.text(said, depth)
             if kept is not said:
                 found[token] = json.dumps(kept)
-        return tokens.sub(lambda match: found.get(match[0], match[0]), text) if found else text
+        if not found:
+            return text
+        return re.sub(
+            f"{_STRING}|{number}", lambda match: found.get(match[0], match[0]), text, flags=re.DOTALL
+        )
 
     def _joined(self, text: str) -> str:
         """A request or response without what its messages hide across the parts of a content."""
@@ -219,8 +245,8 @@ def _unquoted(token: str) -> str:
 
 def _unescape(match: re.Match[str]) -> str:
     escape = match[0]
-    if escape[1] != "u":
-        return _SHORT.get(escape[1], escape[1])
+    if (short := _SHORT.get(escape)) is not None:
+        return short
     units = [int(unit, 16) for unit in escape.split("\\u")[1:]]
     if len(units) == 1:
         return chr(units[0])
