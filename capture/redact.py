@@ -101,13 +101,18 @@ class Redactor:
 
     def _suspects(self, raw: RawCall, answer: Answer) -> bool:
         """Whether something may match: whether it does where everything is looked at in one."""
-        if not all(one.anywhere for one in self._finders) or answer.rest or not is_json(raw.request):
+        rest = [line.decode(errors="surrogateescape") for line in answer.rest]
+        strange = any(_SPELLING.search(line) for line in rest) or not is_json(raw.request)
+        if strange or not all(one.anywhere for one in self._finders):
             return True
         lines = b"\n".join([b"", *answer.lines]).decode()
         written = {*_STRINGS.findall(lines), *_LONG.findall(lines)}
-        written |= {raw.request.decode(), msgspec.json.encode(raw.changed).decode()}
-        said = _ESCAPE.sub(_unescape, "\0".join(written))
-        return self._hits("\0".join([said, *answer.spread(), *(getattr(raw, name) or "" for name in _TEXTS)]))
+        request = raw.request.decode()
+        written |= {request, msgspec.json.encode(raw.changed).decode()}
+        said = [_ESCAPE.sub(_unescape, "\0".join(written)), *rest, *answer.spread()]
+        said += ["".join(part["text"] for part in parts) for parts in text_parts(_read(request))]
+        said += [text for name in _TEXTS if (text := getattr(raw, name))]
+        return self._hits("\0".join(said))
 
     def _hits(self, text: str, depth: int = 0) -> bool:
         if any(one.find(text) for one in self._finders):
@@ -178,12 +183,7 @@ class Redactor:
 
     def _joined(self, text: str) -> str:
         """A request or response without what its messages hide across the parts of a content."""
-        if '"text"' not in text:
-            return text
-        try:
-            document = msgspec.json.decode(text)
-        except BROKEN:
-            return text
+        document = _read(text)
         found = [self._join(parts) for parts in text_parts(document)]
         return msgspec.json.encode(document).decode() if any(found) else text
 
@@ -209,6 +209,16 @@ class Redactor:
                 at = _offsets(text)
                 marks += [(at[start], at[end], marker) for start, end, marker in inner]
         return _merged(marks) if len(marks) > 1 else marks
+
+
+def _read(text: str) -> Any:
+    """The request or response, if there may be text parts in it."""
+    if '"text"' not in text:
+        return None
+    try:
+        return msgspec.json.decode(text)
+    except BROKEN:  # a number that nothing decodes
+        return None
 
 
 def _merged(marks: Sequence[Marked]) -> list[Marked]:
