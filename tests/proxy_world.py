@@ -13,6 +13,7 @@ from typing import Any
 import aiohttp
 import msgspec
 from aiohttp import web
+from serving import serving
 
 from capture.adapters import MANIFEST, Manifest
 from capture.frames import unpack
@@ -53,16 +54,10 @@ class FakeUpstream:
 
     @asynccontextmanager
     async def listening(self) -> AsyncIterator["FakeUpstream"]:
-        app = web.Application()
-        app.router.add_post("/v1/chat/completions", self._answer)
-        runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
-        try:
+        routes = [web.post("/v1/chat/completions", self._answer)]
+        async with serving(routes, handler_cancellation=True) as url:
+            self.url = f"{url}/v1"
             yield self
-        finally:
-            await runner.cleanup()
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         self.bodies.append(await request.read())

@@ -1,6 +1,5 @@
 """A real HTTP server with the proxy's rollouts API over a real store, and faults on request."""
 
-import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -8,6 +7,7 @@ from typing import Any
 
 import msgspec
 from aiohttp import web
+from serving import serving
 
 from capture.errors import Conflict, NotFound
 from capture.ids import new_id
@@ -132,19 +132,14 @@ async def small_proxy(path: Path) -> AsyncIterator[SmallProxy]:
     store = SqliteStore(path)
     store.start_run("run", "policy", {})
     proxy = SmallProxy(store)
-    app = web.Application()
-    app.router.add_post("/rollouts", proxy.open)
-    app.router.add_post("/rollouts/{id}/finish", proxy.finish)
-    app.router.add_post("/rollouts/{id}/v1/chat/completions", proxy.complete)
-    app.router.add_get("/health", proxy.health)
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    proxy.url = runner.addresses and f"http://127.0.0.1:{runner.addresses[0][1]}"
+    routes = [
+        web.post("/rollouts", proxy.open),
+        web.post("/rollouts/{id}/finish", proxy.finish),
+        web.post("/rollouts/{id}/v1/chat/completions", proxy.complete),
+        web.get("/health", proxy.health),
+    ]
     try:
-        yield proxy
+        async with serving(routes) as proxy.url:
+            yield proxy
     finally:
-        await runner.cleanup()
         store.close()
-        await asyncio.sleep(0)

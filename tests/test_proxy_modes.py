@@ -9,6 +9,7 @@ from typing import Any
 
 from aiohttp import web
 from proxy_world import COMPLETION, USER, World, engine_settings, until, world
+from serving import serving
 
 from capture.types import EngineVersion
 
@@ -38,19 +39,14 @@ class Engine:
 
     @asynccontextmanager
     async def listening(self) -> AsyncIterator["Engine"]:
-        app = web.Application()
-        app.router.add_get("/health", self._health)
-        app.router.add_get("/metrics", self._metrics)
-        app.router.add_get("/v1/models", self._models)
-        app.router.add_post("/v1/chat/completions", self._answer)
-        runner = web.AppRunner(app, shutdown_timeout=0.1)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-        try:
+        routes = [
+            web.get("/health", self._health),
+            web.get("/metrics", self._metrics),
+            web.get("/v1/models", self._models),
+            web.post("/v1/chat/completions", self._answer),
+        ]
+        async with serving(routes) as self.url:
             yield self
-        finally:
-            await runner.cleanup()
 
     async def _health(self, _: web.Request) -> web.Response:
         return web.Response()

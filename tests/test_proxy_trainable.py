@@ -32,23 +32,28 @@ EQUAL = 1e-4  # nats, of each token; at float32 the two agree to about 1e-5
 DIFFERENT = 1e-2
 REPEATS = 3
 MESSAGES = [
-    {"role": "system", "content": "You play X. Say what you see, in any words."},
-    {"role": "user", "content": "0O2\nX45\n6O8"},
+    {"role": "system", "content": "s"},
+    {"role": "user", "content": "Free cells"},
+    {"role": "assistant", "content": "XO at tic"},
 ]
-BODY: dict[str, Any] = {"model": "policy", "messages": MESSAGES, "max_tokens": 24}
-SCHEMA = {"type": "object", "properties": {"to": {"type": "string"}}, "required": ["to"]}
-
-
 # The model goes on with this in many ways, so that whatever shapes the sampling shows.
-UNSURE: dict[str, Any] = {
-    "messages": [
-        {"role": "system", "content": "s"},
-        {"role": "user", "content": "Free cells"},
-        {"role": "assistant", "content": "XO at tic"},
-    ],
+BODY: dict[str, Any] = {
+    "model": "policy",
+    "messages": MESSAGES,
     "continue_final_message": True,
     "add_generation_prompt": False,
+    "max_tokens": 24,
 }
+# After this it begins a tool call, which is where the grammar of strict tools begins.
+ASKED: dict[str, Any] = {
+    "messages": [
+        {"role": "system", "content": "You play X. Say what you see, in any words."},
+        {"role": "user", "content": "0O2\nX45\n6O8"},
+    ],
+    "continue_final_message": False,
+    "add_generation_prompt": True,
+}
+SCHEMA = {"type": "object", "properties": {"to": {"type": "string"}}, "required": ["to"]}
 
 
 def tool(**fields: Any) -> list[dict[str, Any]]:
@@ -64,16 +69,12 @@ FORWARDED_CASES: dict[str, dict[str, Any]] = {
     "documents": {"documents": [{"title": "a", "text": "b"}]},
     "chat_template_kwargs": {"chat_template_kwargs": {"enable_thinking": False}},
     "reasoning_effort": {"reasoning_effort": "low"},
-    "add_generation_prompt": {"add_generation_prompt": False},
-    "continue_final_message": {
-        "messages": [*MESSAGES, {"role": "assistant", "content": "You "}],
-        "add_generation_prompt": False,
-        "continue_final_message": True,
-    },
+    "add_generation_prompt": {"add_generation_prompt": True, "continue_final_message": False},
+    "continue_final_message": {"continue_final_message": False},
     "add_special_tokens": {"add_special_tokens": True},
     "truncate_prompt_tokens": {"truncate_prompt_tokens": 10},
     "truncation_side": {"truncate_prompt_tokens": 10, "truncation_side": "right"},
-    "stop": {"stop": ["e", "a", "cell", "}"]},
+    "stop": {"stop": ["O", "2", "a", "}"]},
     "stop_token_ids": {"stop_token_ids": list(range(30, 90))},
     "max_tokens": {"max_tokens": 3},
     "max_completion_tokens": {"max_completion_tokens": 3},
@@ -89,7 +90,7 @@ FORWARDED_CASES: dict[str, dict[str, Any]] = {
     "return_token_ids": {"return_token_ids": True},
     "return_tokens_as_token_ids": {"return_tokens_as_token_ids": True, "logprobs": True},
     "return_prompt_text": {"return_prompt_text": True},
-    "include_stop_str_in_output": {"stop": ["e", "a", "cell"], "include_stop_str_in_output": True},
+    "include_stop_str_in_output": {"stop": ["O", "2", "a"], "include_stop_str_in_output": True},
     "skip_special_tokens": {"skip_special_tokens": False},
     "spaces_between_special_tokens": {"spaces_between_special_tokens": False},
     "user": {"user": "someone"},
@@ -272,16 +273,25 @@ async def test_a_stop_string_cuts_the_text_not_the_ids(
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(engine.base_dir)
-    found = await trained(hones[1.0], {"stop": ["e", "a", "o"], "max_tokens": 200})
-    stopped = [call for call in found if not tokenizer.decode(call.sampled_ids).endswith("<|im_end|>")]
+    stops = {"O", "2"}
+    found = []
+    for _ in range(4):
+        found += await trained(hones[1.0], {"stop": sorted(stops), "max_tokens": 100})
+    wholes = [tokenizer.decode(call.sampled_ids) for call in found]
+    stopped = [(call, whole) for call, whole in zip(found, wholes, strict=True) if stops & set(whole)]
     assert stopped
-    for call in stopped:
-        assert call.finish_reason == "stop"
-        whole = tokenizer.decode(call.sampled_ids)
+    for call, whole in stopped:
         text = (call.response or {}).get("content") or ""
+        assert call.finish_reason == "stop"
         assert whole.startswith(text)
-        assert set("eao") & set(whole) > set("eao") & set(text)
+        assert not stops & set(text)
         assert reference.distance(call, 1.0) <= EQUAL
+
+
+async def test_a_wrong_temperature_would_show(hones: Hones, reference: Reference) -> None:
+    for temperature, other in (TEMPERATURES, TEMPERATURES[::-1]):
+        found = await trained(hones[temperature], {})
+        assert max(reference.distance(call, other) for call in found) >= DIFFERENT
 
 
 async def test_the_engine_takes_no_template_from_a_request(hones: Hones) -> None:
@@ -327,7 +337,7 @@ async def test_what_is_taken_out_would_distort(
         status, answer, _ = await hones[temperature].post(CHAT, {**BODY, name: DISTORTING_CASES[name]})
         assert (status, REFUSED[name] in answer["error"]["message"]) == (400, True)
         return
-    found = await observed(hones[temperature], {**UNSURE, name: DISTORTING_CASES[name]}, temperature)
+    found = await observed(hones[temperature], {name: DISTORTING_CASES[name]}, temperature)
     assert [call.untrainable for call in found] == ["sampling"] * REPEATS
     distance = max(reference.distance(call, temperature) for call in found)
     assert distance <= EQUAL if name in UNSEEN else distance >= DIFFERENT
@@ -336,7 +346,8 @@ async def test_what_is_taken_out_would_distort(
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 @pytest.mark.parametrize("name", [*GRAMMAR_CASES, *STRICT_CASES])
 async def test_a_grammar_distorts(hones: Hones, reference: Reference, name: str, temperature: float) -> None:
-    found = await observed(hones[temperature], {**GRAMMAR_CASES, **STRICT_CASES}[name], temperature)
+    fields = {**GRAMMAR_CASES, **STRICT_CASES}[name]
+    found = await observed(hones[temperature], {**ASKED, **fields}, temperature)
     assert [call.untrainable for call in found] == ["grammar"] * REPEATS
     assert max(reference.distance(call, temperature) for call in found) >= DIFFERENT
 

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from aiohttp import web
+from serving import serving
 
 START, END = 1, 2
 OTHER_SPELLING = 1000
@@ -81,20 +82,15 @@ class ToyEngine:
 
     @asynccontextmanager
     async def listening(self) -> AsyncIterator["ToyEngine"]:
-        app = web.Application()
-        app.router.add_get("/health", self._health)
-        app.router.add_get("/metrics", self._health)
-        app.router.add_get("/v1/models", self._models)
-        app.router.add_post("/v1/chat/completions/render", self._render)
-        app.router.add_post("/v1/chat/completions", self._chat)
-        runner = web.AppRunner(app, shutdown_timeout=0.1)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-        try:
+        routes = [
+            web.get("/health", self._health),
+            web.get("/metrics", self._health),
+            web.get("/v1/models", self._models),
+            web.post("/v1/chat/completions/render", self._render),
+            web.post("/v1/chat/completions", self._chat),
+        ]
+        async with serving(routes) as self.url:
             yield self
-        finally:
-            await runner.cleanup()
 
     async def _health(self, request: web.Request) -> web.Response:
         return web.Response(text="process_start_time_seconds 1.0\n")
