@@ -36,6 +36,7 @@ _LONG = re.compile(r"[:,\[\s]-?[1-9]\d{10}[\d.eE+-]*")  # at least those of _NUM
 _PAIR = r"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"
 _ESCAPE = re.compile(rf'{_PAIR}|\\u[0-9a-fA-F]{{4}}|\\["\\/bfnrt]')
 _SHORT = {"\\" + short: said for short, said in zip('bfnrt"/\\', '\b\f\n\r\t"/\\', strict=True)}
+_ID_LISTS = re.compile(r'"(?:prompt_token_ids|token_ids|bytes)":\s?\[[\d,\s]*+\]')  # no text in them
 _IDS = re.compile(r"\[[\s\d.,eE+-]+\]?")
 _SPELLING = re.compile(rf'("token"\s*:\s*)({_STRING})', re.DOTALL)
 _TEXTS = ("route", "error", "idempotency_key")
@@ -105,22 +106,23 @@ class Redactor:
         strange = any(_SPELLING.search(line) for line in rest) or not is_json(raw.request)
         if strange or not all(one.anywhere for one in self._finders):
             return True
-        lines = b"\n".join([b"", *answer.lines]).decode()
-        written = {*_STRINGS.findall(lines), *_LONG.findall(lines)}
         request = raw.request.decode()
-        written |= {request, msgspec.json.encode(raw.changed).decode()}
-        said = [_ESCAPE.sub(_unescape, "\0".join(written)), *rest, *answer.spread()]
+        changed = msgspec.json.encode(raw.changed).decode()
+        answered = _ID_LISTS.sub("0", b"\n".join(answer.lines).decode())
+        text = "\n".join(["", request, changed, answered])
+        written = {*_STRINGS.findall(text), *_LONG.findall(text)}
+        said = [_ESCAPE.sub(_unescape, one) if "\\" in one else one for one in written]
+        said += [*rest, *answer.spread()]
         said += ["".join(part["text"] for part in parts) for parts in text_parts(_read(request))]
         said += [text for name in _TEXTS if (text := getattr(raw, name))]
-        return self._hits("\0".join(said))
+        return self._hits(said)
 
-    def _hits(self, text: str, depth: int = 0) -> bool:
-        if any(one.find(text) for one in self._finders):
+    def _hits(self, texts: Sequence[str], depth: int = 0) -> bool:
+        joined = "\0".join(texts)
+        if any(one.find(joined) for one in self._finders):
             return True
-        if "\\" not in text or depth == DEPTH_MAX:
-            return False
-        said = _ESCAPE.sub(_unescape, text)
-        return len(said) < len(text) and self._hits(said, depth + 1)
+        said = [_ESCAPE.sub(_unescape, text) for text in texts if "\\" in text]
+        return bool(said) and depth < DEPTH_MAX and self._hits(said, depth + 1)
 
     # -- bodies ----------------------------------------------------------------------------------
 
