@@ -32,7 +32,7 @@ _STRING = r'"[^"\\]*+(?:\\.[^"\\]*+)*+"'
 _STRINGS = re.compile(_STRING, re.DOTALL)
 _NUMBER = r"(?<![\w.+-])-?\d{11,}(?:\.\d+)?(?:[eE][+-]?\d+)?"  # of a body
 _INNER_NUMBER = r"-?\d[\w.+-]*"  # of JSON inside a string, where it is text like all else
-_LONG = re.compile(r"[:,\[\s]-?[1-9]\d{10}[\d.eE+-]*")  # at least those of _NUMBER in JSON, and fast
+_LONG = re.compile(r"[:,\[]\s*+-?[1-9]\d{10}[\d.eE+-]*")  # at least those of _NUMBER in JSON, and fast
 _PAIR = r"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"
 _ESCAPE = re.compile(rf'{_PAIR}|\\u[0-9a-fA-F]{{4}}|\\["\\/bfnrt]')
 _SHORT = {"\\" + short: said for short, said in zip('bfnrt"/\\', '\b\f\n\r\t"/\\', strict=True)}
@@ -108,8 +108,8 @@ class Redactor:
             return True
         request = raw.request.decode()
         changed = msgspec.json.encode(raw.changed).decode()
-        answered = _ID_LISTS.sub("0", b"\n".join(answer.lines).decode())
-        text = "\n".join(["", request, changed, answered])
+        answered = _ID_LISTS.sub("0", b",".join([b"", *answer.lines]).decode())
+        text = ",".join([request, changed, answered])
         written = {*_STRINGS.findall(text), *_LONG.findall(text)}
         said = [_ESCAPE.sub(_unescape, one) if "\\" in one else one for one in written]
         said += [*rest, *answer.spread()]

@@ -241,6 +241,13 @@ def test_tokens_of_an_answer_that_cannot_be_read_are_put_together() -> None:
     assert b"67" not in kept
 
 
+@pytest.mark.parametrize(
+    "body", ["4111111111111111", '{"a": [1,\n  4111111111111111]}', '{"a":-4111111111111111}']
+)
+def test_numbers_wherever_they_stand(body: str) -> None:
+    assert b"4111" not in redacted("credit_card", response=body.encode(), status=400).response
+
+
 def test_bytes_that_are_no_utf8() -> None:
     found = redacted(response=b"\xff\xfe " + CANARY.encode() + b" \xe9", status=502, error="x")
     assert found.response == b"\xff\xfe [redacted] \xe9"
