@@ -1,12 +1,13 @@
 """The journal: calls of one process become durable, many in one transaction.
 
-The event loop hands records to a single writer thread. The thread takes what has gathered, writes
+The event loop hands records to a single writer thread. The thread takes what has gathered, redacts and writes
 it as one frame, and wakes the loop once for the whole frame. Nothing is dropped: when too many bytes
 wait, `Journal.commit` waits too.
 """
 
 import asyncio
 import contextlib
+import logging
 import queue
 import threading
 import time
@@ -15,12 +16,16 @@ from collections.abc import Sequence
 
 from capture.errors import NotFound, StoreError
 from capture.frames import pack
+from capture.redact import Redactor
 from capture.settings import Settings
 from capture.store import Store
 from capture.types import RawCall, Rollout, Stitch
 
 __all__ = ["Journal", "Settings"]
 
+log = logging.getLogger("hone.capture")
+
+SLOW_S = 1.0  # CPU for redacting one call: a pattern does not suit what agents send
 _RETRY_S = 0.05
 
 
@@ -30,7 +35,7 @@ class _Entry:
     __slots__ = ("done", "new", "raw", "size", "stitches")
 
     def __init__(
-        self, raw: RawCall, new: Rollout | None, stitches: Sequence[Stitch], done: asyncio.Future[None]
+        self, raw: RawCall, new: Rollout | None, stitches: Sequence[Stitch], done: asyncio.Future[RawCall]
     ) -> None:
         self.raw = raw
         self.new = new
@@ -48,6 +53,7 @@ class Journal:
     def __init__(self, store: Store, settings: Settings) -> None:
         self._store = store
         self._settings = settings
+        self._redactor = Redactor(settings.redact)
         self._queue: queue.SimpleQueue[_Entry | None] = queue.SimpleQueue()
         self._waiting: deque[_Entry] = deque()  # the queue has no room for these yet
         self._thread: threading.Thread | None = None
@@ -64,8 +70,11 @@ class Journal:
         self._thread = threading.Thread(target=self._write_forever, name="journal", daemon=True)
         self._thread.start()
 
-    async def commit(self, raw: RawCall, new: Rollout | None = None, stitches: Sequence[Stitch] = ()) -> None:
-        """Return once the call is durable, with ``new``, its rollout that nobody opened, and its stitches.
+    async def commit(
+        self, raw: RawCall, new: Rollout | None = None, stitches: Sequence[Stitch] = ()
+    ) -> RawCall:
+        """The call as it is stored, once it is durable, with ``new``, its rollout that nobody opened, and
+        its stitches.
 
         Raises `StoreError` if the store failed for ``commit_timeout_s`` and `NotFound` if the call's
         rollout does not exist; then nothing of this call was written. A cancelled wait takes the
@@ -76,7 +85,7 @@ class Journal:
         entry = _Entry(raw, new, stitches, self._loop.create_future())
         self._waiting.append(entry)
         self._admit()
-        await entry.done
+        return await entry.done
 
     async def close(self) -> None:
         """Commit everything that was handed in, then stop the writer thread. Idempotent."""
@@ -106,7 +115,7 @@ class Journal:
             if entry.done.done():  # its caller gave up waiting
                 continue
             if error is None:
-                entry.done.set_result(None)
+                entry.done.set_result(entry.raw)
             else:
                 entry.done.set_exception(error)
         self.queue_bytes -= sum(entry.size for entry in entries)
@@ -121,7 +130,11 @@ class Journal:
             entries, closing = self._gather()
             if not entries:
                 continue
-            errors = self._commit(entries, time.monotonic() + self._settings.commit_timeout_s)
+            refused = {entry: error for entry in entries if (error := self._redact(entry)) is not None}
+            written = [entry for entry in entries if entry not in refused]
+            deadline = time.monotonic() + self._settings.commit_timeout_s
+            errors = self._commit(written, deadline) if written else []
+            entries, errors = [*written, *refused], [*errors, *refused.values()]
             with contextlib.suppress(RuntimeError):  # the loop is gone, and so is everybody who waited
                 self._loop.call_soon_threadsafe(self._resolve, entries, errors)
 
@@ -139,6 +152,20 @@ class Journal:
             entries.append(entry)
             size += entry.size
         return entries, False
+
+    def _redact(self, entry: _Entry) -> Exception | None:
+        """Put what may be stored in the place of the call; the error of one that cannot be."""
+        if not self._redactor:
+            return None
+        began = time.thread_time()
+        try:
+            entry.raw = self._redactor.call(entry.raw)
+        except Exception as error:  # the boundary of the thread; its text could be the agent's
+            return StoreError(f"{type(error).__name__} while redacting call {entry.raw.id}")
+        took_s = time.thread_time() - began
+        if took_s > SLOW_S:
+            log.warning("redacting the %d bytes of %s took %.1f s", entry.size, entry.raw.id, took_s)
+        return None
 
     def _commit(self, entries: Sequence[_Entry], deadline: float) -> list[Exception | None]:
         """Write the entries, halving them around one that the store refuses; an error or None for each."""

@@ -30,6 +30,14 @@ def conversation_key(messages: Sequence[Mapping[str, Any]]) -> list[tuple[Any, .
     return [message_key(message) for message in messages]
 
 
+def opening(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    """What was said before the first answer: the system prompt and the first user messages."""
+    for index, message in enumerate(messages):
+        if message.get("role") in ("assistant", "tool", "function"):
+            return messages[:index]
+    return messages
+
+
 def is_reasoned(message: Mapping[str, Any]) -> bool:
     """Whether an assistant's message carries its reasoning, as a field or in its text."""
     if message.get("role") != "assistant":

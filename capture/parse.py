@@ -23,6 +23,7 @@ from capture.reasons import (
     NO_VERSION,
     PARTIAL,
     PROVIDER,
+    REDACTED,
     SAMPLING,
     TEMPERATURE_ZERO,
     UNPARSABLE,
@@ -92,7 +93,7 @@ def _untrainable(
         return N_CHOICES
     if completion.finish_reason in _UNFINISHED:
         return PARTIAL
-    return _distribution(fields) or _tokens(raw, completion)
+    return _distribution(fields) or (REDACTED if raw.redacted else _tokens(raw, completion))
 
 
 def _distribution(fields: Fields) -> str | None:

@@ -95,8 +95,11 @@ class RawCall(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     changed: dict[str, Any] = {}  # request keys that were removed or replaced -> what was sent
     retry_count: int = 0  # x-stainless-retry-count
     idempotency_key: str | None = None  # the client's: the same one again is the same request again
-    body_hash: bytes  # BLAKE2b-128 of the request body
+    body_hash: bytes  # BLAKE2b-128 of the request body, as it is stored
     error: str | None = None  # set when our side or the upstream broke the call
+    redacted: bool = (
+        False  # something was taken out, and with it all ids; the bodies are no longer those above
+    )
 
 
 class Stitch(msgspec.Struct, frozen=True):

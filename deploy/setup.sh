@@ -28,5 +28,6 @@ fi
 # --no-deps: the list is complete, and torchvision, torchaudio and torchcodec must stay out (their PyPI
 # builds do not load beside the CPU torch and break transformers and vLLM at import).
 "${pip[@]}" install --no-deps -r requirements/cpu.txt
+rm -rf hone.egg-info  # what an older build left here would hide the entry points of this one
 "${pip[@]}" install --no-deps --no-build-isolation -e .
 touch "$venv/.ready"

@@ -221,6 +221,7 @@ def _rollouts(made: Made, policy: PolicySettings, folder: Path) -> rollouts.sett
         model_name=policy.name,
         cwd=str(folder / settings.cwd),
         eval_env=made[EvalSettings].env,
+        redact=made[capture.settings.Settings].redact,
     )
 
 

@@ -33,8 +33,9 @@ from rollouts.scenarios import Scenario, read_scenarios
 RUN_ID = "demo"
 OPPONENTS = ("random", "optimal")
 OURS = ("adapters", "checkpoints", "logs")  # directories that a demonstration makes
-LIMIT_S = 870.0  # a quarter of an hour, less what stopping and drawing take
+LIMIT_S = 880.0  # a quarter of an hour, less what stopping and drawing take
 EVALUATION_MARGIN = 1.2  # how much longer the last evaluation may take than the first
+TRAINING_PACE = 0.68  # games a second while training, relative to evaluation: agents wait for the learner
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,9 +75,9 @@ class Demo:
         say(f"ready after {self._cold_s:.0f} s; evaluating the base model")
         evaluating = time.monotonic()
         await self._evaluate("before", 0)
-        say("training")
         now = time.monotonic()
-        await self._train(training_s(now - self._began, now - evaluating, self._config.train.wall_s))
+        left_s = training_s(now - self._began, now - evaluating, self._config.train.wall_s)
+        await self._train(left_s, self._games() / (now - evaluating))
         newest = self._store.active_version(self._config.policy.name)
         version = newest.version if newest else 0
         say(f"evaluating version {version}")
@@ -85,8 +86,11 @@ class Demo:
         wall_s = time.monotonic() - self._began
         self._store.put_metrics(RUN_ID, TIMES, {"wall_s": wall_s, "cold_s": self._cold_s})
 
-    async def _train(self, wall_s: float) -> None:
-        parts = training(self._config, sys.executable, RUN_ID, after=(), env=self._env)
+    async def _train(self, wall_s: float, games_s: float) -> None:
+        steps = steps_in(wall_s, games_s, self._config)
+        env = {**self._env, "HONE_TRAIN__STEPS_MAX": str(steps)}
+        say(f"training for {steps} steps")
+        parts = training(self._config, sys.executable, RUN_ID, after=(), env=env)
         learn = self._supervise("train", parts)
         progress = asyncio.create_task(Progress(self._store, RUN_ID, self._states).run())
         try:
@@ -94,7 +98,7 @@ class Demo:
                 self._store,
                 RUN_ID,
                 learn,
-                steps_max=self._config.learner.steps_max,
+                steps_max=steps,
                 wall_s=wall_s,
             )
             await self._beside(learn, work)
@@ -102,9 +106,15 @@ class Demo:
             progress.cancel()
             await asyncio.gather(progress, return_exceptions=True)
 
+    def _scenarios(self) -> list[list[Scenario]]:
+        """What each evaluation plays, by opponent."""
+        return [read_scenarios(Path(path))[: self._plan.games] for path in self._config.eval.scenarios]
+
+    def _games(self) -> int:
+        return sum(map(len, self._scenarios()))
+
     async def _evaluate(self, name: str, version: int) -> None:
-        for opponent, path in zip(OPPONENTS, self._config.eval.scenarios, strict=True):
-            scenarios: list[Scenario] = read_scenarios(Path(path))[: self._plan.games]
+        for opponent, scenarios in zip(OPPONENTS, self._scenarios(), strict=True):
             result = await evaluate(
                 self._config.rollouts,
                 scenarios,
@@ -157,6 +167,15 @@ def training_s(spent_s: float, evaluation_s: float, wall_s: float | None) -> flo
     """How long training may last, so that an evaluation as long as the first ends in time too."""
     left_s = max(LIMIT_S - spent_s - EVALUATION_MARGIN * evaluation_s, LIMIT_S / 10)
     return left_s if wall_s is None else min(wall_s, left_s)
+
+
+def steps_in(wall_s: float, games_s: float, config: Config) -> int:
+    """The optimizer steps that fit into `wall_s`, at most `train.steps_max`: a learning rate that falls to
+    zero at the last step has to know which one that is. `games_s` is the pace of the evaluation."""
+    ours = config.learner
+    batches = int(wall_s * games_s * TRAINING_PACE / (config.rollouts.group_size * ours.groups_per_batch))
+    fitting = max(batches * ours.steps_per_batch, ours.lr_warmup_steps + 1)
+    return min(fitting, ours.steps_max) if ours.steps_max else fitting
 
 
 def clear(out: Path) -> None:

@@ -12,6 +12,7 @@ import msgspec
 from capture.errors import ConfigError
 from hone.hardware import Hardware
 from hone.settings import EngineSettings, PolicySettings
+from hone.vllm_plugin import GROUPED_LORA
 
 SERVER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
@@ -119,6 +120,7 @@ def _environment(engine: EngineSettings, hardware: Hardware, cores: int) -> dict
     if hardware == "cpu":
         env["VLLM_CPU_KVCACHE_SPACE"] = str(engine.kv_cache_gb)
         env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # else vLLM refuses the executor `uni` on CPUs
+        env[GROUPED_LORA] = "1"
         env["OMP_NUM_THREADS"] = str(engine.threads or max(1, cores // 2))
     return env
 

@@ -6,12 +6,14 @@ from typing import Any
 
 import msgspec
 
+from capture.patterns import NAMED
+
 REDACTED = "[redacted]"
 SECRET_NAME = re.compile(r"(secret|password|token|api_?key|credential)s?$", re.IGNORECASE)
 
 
 def redacted(sections: Mapping[str, Any]) -> dict[str, Any]:
-    """The same without secrets: settings named like one, and passwords inside URLs."""
+    """The same without secrets: settings named like one, passwords inside URLs, what is to be redacted."""
     return {key: _redact(key, value) for key, value in sections.items()}
 
 
@@ -21,7 +23,7 @@ def _redact(key: str, value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_redact(key, one) for one in value]
     if isinstance(value, str) and value:
-        if SECRET_NAME.search(key):
+        if SECRET_NAME.search(key) or (key == "redact" and value not in NAMED):
             return REDACTED
         return re.sub(r"(://[^/@:]+:)[^/@]+@", rf"\1{REDACTED}@", value)
     return value

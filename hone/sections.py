@@ -62,7 +62,7 @@ SOURCES = (
     Source("passive", rewards.settings.PassiveSettings, frozenset({"group_size"})),
     Source("train", TrainSettings),
     Source("train", learner.settings.Settings, LEARNER_DERIVED),
-    Source("train", rollouts.settings.Settings, frozenset({"model_name", "eval_env"})),
+    Source("train", rollouts.settings.Settings, frozenset({"model_name", "eval_env", "redact"})),
     Source("eval", EvalSettings),
     Source("control", ControlSettings),
 )

@@ -82,6 +82,11 @@ class Model:
         """Token ids are below this."""
         return int(self._head.shape[0])
 
+    @property
+    def positions(self) -> int:
+        """Tokens that a sequence may have."""
+        return int(self._peft.config.max_position_embeddings)
+
     def logprobs(self, micro: MicroBatch) -> Tensor:
         """log π of the M owned tokens [M], at each token's temperature; differentiable."""
         micro = micro.to(self.device)

@@ -68,12 +68,29 @@ def update(
     `done` steps of the lineage came before; the learning rate follows from them alone.
     """
     sums = Sums()
+    parts = [Part(members) for members in split(groups, settings.minibatches)]
     for _ in range(settings.passes):
-        for part in split(groups, settings.minibatches):
+        for part in parts:
             for group in optimizer.param_groups:
                 group["lr"] = settings.lr_at(done + sums.steps)
             step(settings, model, optimizer, part, should_stop, sums)
     return sums
+
+
+class Part:
+    """A minibatch, and what stays the same over its passes."""
+
+    def __init__(self, members: Sequence[Member]) -> None:
+        self.members = members
+        self._refs: list[torch.Tensor] = []
+
+    def reference(self, model: Model, index: int, micro: MicroBatch) -> torch.Tensor:
+        """log ref of the owned tokens [M] of micro-batch `index`: the base's, which is version 0. Computed
+        once: the micro-batches of each pass are the same."""
+        if index == len(self._refs):
+            with model.under(None):
+                self._refs.append(model.logprobs(micro))
+        return self._refs[index]
 
 
 def split(groups: Sequence[Sequence[Member]], parts: int) -> list[list[Member]]:
@@ -100,16 +117,17 @@ def step(
     settings: Settings,
     model: Model,
     optimizer: torch.optim.Optimizer,
-    members: Sequence[Member],
+    part: Part,
     should_stop: Callable[[], bool],
     sums: Sums,
 ) -> None:
-    """One optimizer step over `members`. `NonFinite`, `Abandoned`: this step moved no weight."""
-    scored, kl_scale = weigh(members, settings.kl_coef)
+    """One optimizer step over a minibatch. `NonFinite`, `Abandoned`: this step moved no weight."""
+    scored, kl_scale = weigh(part.members, settings.kl_coef)
     if not scored:
         return
     optimizer.zero_grad(set_to_none=True)
-    loss = backward(settings, model, scored, kl_scale, should_stop, sums)
+    refs = part.reference if kl_scale else None
+    loss = backward(settings, model, scored, kl_scale, refs, should_stop, sums)
     norm = float(torch.nn.utils.clip_grad_norm_(model.parameters.values(), settings.clip_grad))
     if not (math.isfinite(loss) and math.isfinite(norm)):
         raise NonFinite(f"loss {loss}, gradient norm {norm}")
@@ -125,15 +143,16 @@ def backward(
     model: Model,
     scored: Sequence[Scored],
     kl_scale: float,
+    refs: Callable[[Model, int, MicroBatch], torch.Tensor] | None,
     should_stop: Callable[[], bool],
     sums: Sums,
 ) -> float:
-    """Add the gradient of the loss over `scored` to the adapter's; the loss."""
+    """Add the gradient of the loss over `scored` to the adapter's; the loss. `refs` gives log ref."""
     total = 0.0
-    for micro in micro_batches(scored, settings.micro_batch_tokens):
+    for index, micro in enumerate(micro_batches(scored, settings.micro_batch_tokens)):
         if should_stop():
             raise Abandoned("told to stop in the middle of a step")
-        ref = reference(model, micro) if kl_scale else None
+        ref = refs(model, index, micro) if refs else None
         logprobs = model.logprobs(micro)
         sampled, weights = micro.sampled_logprobs.to(model.device), micro.weights.to(model.device)
         if ref is not None:
@@ -145,12 +164,6 @@ def backward(
         count(sums, logprobs.detach(), sampled, ratios, settings.cispo_clip)
     sums.sample_tokens += sum(len(one.sample.token_ids) for one in scored)
     return total
-
-
-def reference(model: Model, micro: MicroBatch) -> torch.Tensor:
-    """log ref of the owned tokens [M]: the base's, which is version 0."""
-    with model.under(None):
-        return model.logprobs(micro)
 
 
 def count(

@@ -20,6 +20,7 @@ from aiohttp import web
 
 from capture.errors import StoreError
 from capture.journal import Journal
+from capture.redact import Redactor
 from capture.settings import Settings as CaptureSettings
 from capture.sqlite import SqliteStore
 from proxy.activator import Activator
@@ -70,7 +71,8 @@ class Proxy:
         self.upstream = Upstream(settings.deadlines, settings.limits)
         self.heads = Heads(self.storage, settings.limits.rollouts_cached, settings.head_ttl_s)
         self.stitches = Stitches(self.storage, settings.limits.rollouts_cached)
-        self.attributor = Attributor(settings.keys, self.heads, self.stitches)
+        redactor = Redactor(capture.redact)
+        self.attributor = Attributor(settings.keys, self.heads, self.stitches, redactor)
         self.fleet: Fleet | None = None
         if settings.policy is not None and settings.engines.urls:
             self.fleet = Fleet(settings.policy, settings.engines, self.upstream, self.upkeep)
@@ -87,7 +89,9 @@ class Proxy:
             self.committer,
             self.metrics,
         )
-        self.api = RolloutsApi(settings, self.attributor, self.heads, self.storage, self.fleet, self.metrics)
+        self.api = RolloutsApi(
+            settings, self.attributor, self.heads, self.storage, self.fleet, self.metrics, redactor
+        )
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[None]:

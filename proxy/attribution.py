@@ -12,6 +12,7 @@ import msgspec
 
 from capture.errors import NotFound, StoreError
 from capture.ids import new_id
+from capture.redact import Redactor
 from capture.types import Attribution, Rollout, Stitch
 from proxy import replay
 from proxy.heads import Head, Heads
@@ -106,7 +107,10 @@ def first_of(rollout: Rollout) -> str:
 class Attributor:
     """Identifies callers and finds their rollouts, through the cached heads."""
 
-    def __init__(self, keys: Sequence[Key], heads: Heads, stitches: Stitches) -> None:
+    def __init__(
+        self, keys: Sequence[Key], heads: Heads, stitches: Stitches, redactor: Redactor | None = None
+    ) -> None:
+        self._redactor = redactor or Redactor(())
         self._keys = keys
         self._heads = heads
         self._stitches = stitches
@@ -166,9 +170,16 @@ class Attributor:
         self._stitches.uncaptured(key_id, stitches)
 
     async def _session(self, caller: Caller, session: str, headers: Mapping[str, str]) -> Found:
-        new = fresh(caller, headers, session=session)
+        session = self._redactor.name(session)
+        new = self._fresh(caller, headers, session=session)
         head = await self._heads.session(caller.key_id, session, new)
         return Found(head=head, attribution="header", opened=head.rollout.id == new.id)
+
+    def _fresh(self, caller: Caller, headers: Mapping[str, str], **fields: Any) -> Rollout:
+        """A new observe rollout, with names that may be stored."""
+        names = ("X-Group-ID", "X-Scenario-ID")
+        kept = {name: self._redactor.name(value) for name in names if (value := _value(headers, name))}
+        return fresh(caller, kept, **fields)
 
     async def _stitched(self, caller: Caller, headers: Mapping[str, str], trail: Trail | None) -> Found:
         """By the conversation that the call goes on with; in doubt a rollout of its own."""
@@ -184,7 +195,7 @@ class Attributor:
             place = Apart(UNKNOWN)
         except StoreError:  # served all the same, as observed calls are when they cannot be captured
             place = Apart(STORE)
-        head = self._heads.add(fresh(caller, headers))
+        head = self._heads.add(self._fresh(caller, headers))
         return Found(head=head, attribution="headless", reason=place.reason, opened=True, trail=trail)
 
     async def _usable(self, caller: Caller, head: Head, headers: Mapping[str, str], found: Found) -> Found:
@@ -198,7 +209,7 @@ class Attributor:
             return found
         if rollout.mode == "observe":
             session = _CONTINUES + first_of(rollout)
-            new = fresh(caller, headers, session=session, continues=rollout)
+            new = self._fresh(caller, headers, session=session, continues=rollout)
             head = await self._heads.session(rollout.key_id, session, new)
             return msgspec.structs.replace(found, head=head, opened=head.rollout.id == new.id)
         if head.is_open:

@@ -120,8 +120,12 @@ class Bridges:
         call.changed.pop(IDS, None)
         return True
 
-    def answered(self, call: Call, body: bytes) -> None:
-        """A durable call was answered with 200 and this body, which its agent has not seen whole yet."""
+    def answered(self, call: Call, body: bytes, *, redacted: bool) -> None:
+        """A durable call was answered with 200 and this body, which its agent has not seen whole yet.
+
+        One that redaction changed is not gone on from: its ids would spell in later calls, whose own text
+        need not say it any more, what was taken out. So it is to whoever reads the store.
+        """
         if call.conversation is None:
             return
         completion = completion_of(body, call.asked.stream)
@@ -129,7 +133,10 @@ class Bridges:
             return
         if call.onward is not None:
             self._count(call, call.onward, completion.prompt_ids)
-        self._tips.remember(call.head.rollout.id, call.id, call.conversation, completion)
+        if redacted:
+            self._tips.leave_out(call.head.rollout.id, call.id)
+        else:
+            self._tips.remember(call.head.rollout.id, call.id, call.conversation, completion)
 
     # -- looking ---------------------------------------------------------------------------------
 

@@ -39,6 +39,7 @@ class Call:
         "started_at",
         "target",
         "trail",
+        "untrainable",
         "upstream",
         "version",
     )
@@ -72,6 +73,7 @@ class Call:
         self.answers: Callable[[], list[Message]] = list  # what was answered so far, where there is a trail
         self.alias: str | None = None  # what to put into `model` of the answer; None: leave it whole
         self.changed: dict[str, Any] = {}
+        self.untrainable: str | None = None  # why, where that is known before it is answered
         self.conversation: Conversation | None = None  # of a training call whose prompt may be made of ids
         self.onward: Onward | None = None  # if it goes on from an answer
         self.upstream = target.name  # becomes the engine's incarnation

@@ -3,13 +3,15 @@
 import asyncio
 import time
 from collections.abc import Coroutine, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from capture.errors import HoneError
 from capture.journal import Journal
 from capture.types import RawCall, Rollout, Stitch
 from proxy.metrics import Metrics
 from proxy.storage import Storage
+
+T = TypeVar("T")
 
 
 class Committer:
@@ -22,8 +24,10 @@ class Committer:
         self._timeout_s = timeout_s
         self._tasks: set[asyncio.Task[Any]] = set()
 
-    async def commit(self, raw: RawCall, new: Rollout | None, stitches: Sequence[Stitch] = ()) -> bool:
-        """True once the call is durable; False if it failed or is not durable in time.
+    async def commit(
+        self, raw: RawCall, new: Rollout | None, stitches: Sequence[Stitch] = ()
+    ) -> RawCall | None:
+        """The call as it is stored, once it is durable; None if it failed or is not durable in time.
 
         Cancelling the caller never cancels the commit. A call that becomes durable although its
         agent was refused or has gone is marked undelivered.
@@ -37,13 +41,13 @@ class Committer:
             raise
         if done and task.exception() is None:
             self._metrics.commit_seconds.observe(time.perf_counter() - began)
-            return True
+            return task.result()
         self._metrics.commit_failures.inc()
         if done:
             self._metrics.note("commit", task.exception())
         else:
             self._undeliver(task, raw.id)
-        return False
+        return None
 
     def commit_later(self, raw: RawCall, new: Rollout | None, stitches: Sequence[Stitch] = ()) -> None:
         """For a call whose agent has gone: durable as soon as may be, in the background."""
@@ -69,7 +73,7 @@ class Committer:
 
         task.add_done_callback(mark)
 
-    def _spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+    def _spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._forget)

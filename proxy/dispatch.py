@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from capture.reasons import PROVIDER
 from proxy.bridges import Bridges
 from proxy.call import Call
 from proxy.dialects import chat
@@ -96,7 +97,7 @@ class Dispatch:
     def _for_upstream(self, call: Call, target: ToUpstream) -> tuple[bytes, str | None]:
         """Body and key for an OpenAI-compatible upstream: the agent's own bytes, but for the model."""
         if call.mode == "train":
-            self._metrics.untrainable.labels("provider").inc()
+            self._untrainable(call, PROVIDER)
         body = call.body
         if target.model is not None:
             call.alias = call.asked.model
@@ -122,8 +123,12 @@ class Dispatch:
             for name in call.changed:
                 self._metrics.count_removed(name)
             if reason := untrainable(call.fields):
-                self._metrics.untrainable.labels(reason).inc()
+                self._untrainable(call, reason)
         chat.ask_for_tokens(call.fields, call.asked)
+
+    def _untrainable(self, call: Call, reason: str) -> None:
+        call.untrainable = reason
+        self._metrics.untrainable.labels(reason).inc()
 
     def attempt(self, call: Call, outcome: str) -> None:
         """Count one request to an upstream by how it went."""

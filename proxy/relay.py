@@ -12,6 +12,7 @@ import msgspec
 from aiohttp import web
 
 from capture.errors import StoreError, UpstreamError
+from capture.reasons import REDACTED
 from proxy.attribution import Attributor
 from proxy.bridges import Bridges
 from proxy.call import Call
@@ -251,12 +252,18 @@ class Relay:
         """Make the call durable. False where that failed: the caller decides what the agent sees."""
         call.handed = True
         raw, stitches = call.record(status, response, error), call.stitches()
-        call.captured = await self._committer.commit(raw, call.new_rollout, stitches)
-        if call.captured and status == 200 and error is None:
-            self._bridges.answered(call, response)
-        if not call.captured:
+        stored = await self._committer.commit(raw, call.new_rollout, stitches)
+        call.captured = stored is not None
+        if stored is None:
             self._attributor.uncaptured(raw.key_id, stitches)
+        elif status == 200 and error is None:
+            self._answered(call, response, redacted=stored.redacted)
         return call.captured
+
+    def _answered(self, call: Call, response: bytes, *, redacted: bool) -> None:
+        self._bridges.answered(call, response, redacted=redacted)
+        if redacted and call.mode == "train" and call.untrainable is None:
+            self._metrics.untrainable.labels(REDACTED).inc()
 
     def _uncaptured(self, call: Call) -> dict[str, str]:
         """Headers of an observed call that is served all the same; `Refused` in train and eval."""

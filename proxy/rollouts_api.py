@@ -1,5 +1,6 @@
 """Opening, reading and finishing rollouts, and posting scores."""
 
+import asyncio
 import math
 import re
 import secrets
@@ -11,6 +12,7 @@ from aiohttp import web
 
 from capture.errors import Conflict, NotFound, RewardFrozen
 from capture.ids import new_id
+from capture.redact import Redactor
 from capture.types import FinishStatus, Mode, Rollout
 from proxy.attribution import VALUE_CHARS_MAX, Attributor
 from proxy.engines import Fleet, version_of
@@ -82,6 +84,7 @@ class RolloutsApi:
         storage: Storage,
         fleet: Fleet | None,
         metrics: Metrics,
+        redactor: Redactor,
     ) -> None:
         self._settings = settings
         self._attributor = attributor
@@ -89,6 +92,7 @@ class RolloutsApi:
         self._storage = storage
         self._fleet = fleet
         self._metrics = metrics
+        self._redactor = redactor
 
     async def open(self, request: web.Request) -> web.Response:
         """`POST /rollouts`: 201 with id, base_url, api_key and the version it is pinned to."""
@@ -142,7 +146,7 @@ class RolloutsApi:
                 rollout_id,
                 body.status,
                 metrics=body.metrics if trusted else {},
-                stdout=body.stdout,
+                stdout=await asyncio.to_thread(self._redactor.text, body.stdout),
             )
         except Conflict as error:
             raise Refused(409, "conflict", str(error), retry=False) from None

@@ -68,6 +68,10 @@ class Tips:
             if digest is not None:
                 self._rollouts[rollout_id].tips[digest] = tip
 
+    def leave_out(self, rollout_id: str, call_id: str) -> None:
+        """A call cannot be gone on from."""
+        self._note(rollout_id, call_id, 0)
+
     def _note(self, rollout_id: str, call_id: str, size: int) -> None:
         """A call is known, with so many bytes of its own."""
         known = self._rollouts.setdefault(rollout_id, _Known())
@@ -94,10 +98,15 @@ class Tips:
             completion = completion_of(raw.response, raw.stream) if raw.status == 200 else None
         except Refused:
             conversation = completion = None
-        if conversation is not None and completion is not None and raw.policy is not None:
+        if (
+            conversation is not None
+            and completion is not None
+            and raw.policy is not None
+            and not raw.redacted
+        ):
             self.remember(raw.rollout_id, raw.id, conversation, completion)
         else:
-            self._note(raw.rollout_id, raw.id, 0)
+            self.leave_out(raw.rollout_id, raw.id)
 
 
 def completion_of(body: bytes, stream: bool) -> Completion | None:

@@ -10,6 +10,7 @@ import msgspec
 
 from capture.errors import Conflict, HoneError
 from capture.ids import new_id
+from capture.redact import Redactor
 from capture.types import FinishStatus, Mode
 from rollouts.api import Opened, ProxyApi, Refused, Request
 from rollouts.desk import Desk
@@ -71,6 +72,7 @@ class Player:
         self._launcher = launcher
         self._desk = desk
         self._metrics = metrics
+        self._redactor = Redactor(settings.redact)
 
     async def open(self, task: Task, *, number: int = 0, replaces: str | None = None) -> Attempt:
         """Open a rollout for the task. `Conflict` where its group takes no more; `UpstreamError`."""
@@ -145,9 +147,8 @@ class Player:
             outage = self._api.broken_since(begun)
             status = verdict(finished, broken=broken > 0 or outage, used_up=used_up)
         if status != "completed":
-            log.info(
-                "%s: %s (%s) %s", opened.id, status, finished.exit_code, finished.stderr[-STDERR_LOGGED:]
-            )
+            last_words = self._redactor.text(finished.stderr)[-STDERR_LOGGED:]
+            log.info("%s: %s (%s) %s", opened.id, status, finished.exit_code, last_words)
         return finished, status
 
     async def _replacement(self, task: Task, attempt: Attempt) -> Attempt | None:

@@ -32,6 +32,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     seed: int = 42  # of the order of the scenarios
     infrastructure_retries: Annotated[int, msgspec.Meta(ge=0)] = 2  # of a rollout that our side broke
     retry_wait_s: Wait = 1.0  # before the first of them; doubled for each further one
+    redact: tuple[str, ...] = ()  # those of capture.redact: an agent's last words go to the log
     stdout_bytes_max: Annotated[int, msgspec.Meta(ge=0)] = 65_536  # kept of an agent's output: its end
     launch: Literal["auto", "fork", "command"] = "auto"  # auto: Python files from a fork server
     prepare_tls: bool = True  # fork server: read the certificate store before the fork, not in each agent

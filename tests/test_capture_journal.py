@@ -68,7 +68,7 @@ async def test_one_bad_record_does_not_hurt_the_others_of_its_frame(store, open_
     opened = store.open_rollout(rollout())
     records = [raw_call("r_none" if index == 5 else opened.id) for index in range(20)]
     results = await asyncio.gather(*(journal.commit(one) for one in records), return_exceptions=True)
-    assert [index for index, result in enumerate(results) if result is not None] == [5]
+    assert [index for index, result in enumerate(results) if isinstance(result, Exception)] == [5]
     assert isinstance(results[5], NotFound)
     assert store.rollout(opened.id).call_count == 19
 

@@ -1,4 +1,4 @@
-from capture.normalise import is_reasoned, message_key
+from capture.normalise import is_reasoned, message_key, opening
 
 
 def assistant(arguments, **fields):
@@ -54,3 +54,12 @@ def test_other_messages_stay_others():
         {"role": "assistant", "tool_calls": [{"id": "c1"}]},
     ]
     assert len({message_key(message) for message in messages}) == len(messages)
+
+
+def test_the_opening_ends_before_the_first_answer():
+    system, asked = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Which book?"}
+    answer = {"role": "assistant", "content": "This one."}
+    more = {"role": "user", "content": "Quick."}
+    assert opening([system, asked, more, answer, asked]) == [system, asked, more]
+    assert opening([asked]) == [asked]
+    assert opening([]) == []

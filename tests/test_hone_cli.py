@@ -18,20 +18,22 @@ TICTACTOE = str(ROOT / "examples" / "tictactoe" / "hone.toml")
 HELP = """\
 usage: hone VERB [options]
 
-  init      write a commented hone.toml
-  up        serve: engine, proxy and control, without training
-  train     train: learner and runner beside a running `hone up`, or everything
-  eval      run the agent on evaluation scenarios and report its scores
-  demo      train the tic-tac-toe agent end to end and show what it learned
-  status    one screen, and one sentence on what training waits for
-  doctor    check this machine and the settings
-  rollouts  look at stored rollouts: ls, show, explain
-  adapters  look at the versions of the policy, choose the one that is served: ls, promote, rollback
-  proxy     run the proxy alone
-  control   run control alone: ingest, seal, score, group
-  learn     run the learner alone
-  runner    run the runner alone
-  engine    become vLLM with the settings' command line
+  init       write a commented hone.toml
+  up         serve: engine, proxy and control, without training
+  train      train: learner and runner beside a running `hone up`, or everything
+  eval       run the agent on evaluation scenarios and report its scores
+  sft        fine-tune the adapter on stored rollouts or on a file of conversations
+  demo       train the tic-tac-toe agent end to end and show what it learned
+  status     one screen, and one sentence on what training waits for
+  doctor     check this machine and the settings
+  rollouts   look at stored rollouts: ls, show, explain, export
+  scenarios  make a scenario set of what agents asked: from-rollouts
+  adapters   look at the versions of the policy and choose the one that is served: ls, promote, rollback
+  proxy      run the proxy alone
+  control    run control alone: ingest, seal, score, group
+  learn      run the learner alone
+  runner     run the runner alone
+  engine     become vLLM with the settings' command line
 
 `hone VERB --help` lists a verb's options.
 """

@@ -232,6 +232,30 @@ def test_secrets_are_not_printed() -> None:
         },
         "b": {"urls": ["http://user:[redacted]@host/v1"], "max_tokens": 5},
     }
+    config = read({"capture": {"redact": ["email", "hunter2"]}})
+    assert redacted(config.sections())["capture"]["redact"] == ["email", "[redacted]"]
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (["email", "("], "capture.redact: '(' is not a regular expression: missing )"),
+        (["x*"], "capture.redact: 'x*' matches the empty string"),
+        (["(a+)+$"], "capture.redact: '(a+)+$' takes exponential time"),
+        ("email", "capture.redact: expected `array`, got `str`"),
+    ],
+)
+def test_patterns_that_cannot_work_are_named(given: Any, says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read({"capture": {"redact": given}})
+    assert str(caught.value).startswith(says)
+
+
+def test_patterns_reach_whoever_logs_or_stores_what_agents_say() -> None:
+    config = resolve({"policy": POLICY}, {"HONE_CAPTURE__REDACT": '["email", "PIN [0-9]{4}"]'}, FILE, "cpu")
+    assert config.capture.redact == config.rollouts.redact == ("email", "PIN [0-9]{4}")
+    with pytest.raises(ConfigError, match=r"unknown setting train\.redact; did you mean capture\.redact"):
+        read({"train": {"redact": []}})
 
 
 def test_without_a_base_model_calls_are_only_relayed_and_captured() -> None:

@@ -53,6 +53,7 @@ def test_the_command_on_a_cpu() -> None:
         **COMMON,
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "HONE_GROUPED_LORA": "1",
         "OMP_NUM_THREADS": "1",
     }
 

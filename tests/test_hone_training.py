@@ -11,7 +11,7 @@ from capture.errors import ConfigError
 from capture.store import Store
 from capture.types import Rollout
 from hone.config import resolve
-from hone.demo import training_s
+from hone.demo import steps_in, training_s
 from hone.parts import serving, training
 from hone.state import state_path
 from hone.supervisor import Part, Supervisor
@@ -175,6 +175,16 @@ def test_engines_given_by_url_are_not_started() -> None:
 
 
 def test_a_demonstration_leaves_time_for_its_last_evaluation() -> None:
-    assert training_s(spent_s=100, evaluation_s=50, wall_s=None) == 870 - 100 - 60
+    assert training_s(spent_s=100, evaluation_s=50, wall_s=None) == 880 - 100 - 60
     assert training_s(spent_s=100, evaluation_s=50, wall_s=300) == 300
-    assert training_s(spent_s=880, evaluation_s=500, wall_s=None) == 87
+    assert training_s(spent_s=880, evaluation_s=500, wall_s=None) == 88
+
+
+def test_a_demonstration_trains_as_many_steps_as_fit(tmp_path: Path) -> None:
+    train = {"scenarios": "s", "agent": "a", "groups_per_batch": 16, "minibatches": 2, "passes": 2}
+    more = {"steps_max": 100, "lr_warmup_steps": 5}
+    raw = {"policy": {"base_model": "m"}, "rewards": {"script": "r.py"}, "train": {**train, **more}}
+    config = resolve(raw, {}, tmp_path / "hone.toml", "cpu")
+    assert steps_in(246.0, 10.0, config) == 52  # 13 batches of 128 games at 6.8 games a second
+    assert steps_in(5120.0, 10.0, config) == 100
+    assert steps_in(1.0, 10.0, config) == 6

@@ -407,7 +407,7 @@ async def test_the_journal_keeps_each_calls_stitches_with_it(store: SqliteStore,
         *(journal.commit(raw, None, [Stitch(raw.id.encode(), raw.rollout_id)]) for raw in calls),
         return_exceptions=True,
     )
-    assert [type(one) for one in found] == [type(None)] * 5 + [NotFound]
+    assert [type(one) for one in found] == [RawCall] * 5 + [NotFound]
     known = store.stitched([("k", raw.id.encode()) for raw in calls])
     assert known == {("k", raw.id.encode()): raw.rollout_id for raw in calls[:5]}
     await journal.close()

@@ -8,7 +8,9 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 DEFAULT_CONFIG = "hone.toml"
+PROGRESS_S = 5.0  # between lines of progress where stderr is no terminal; there: a tenth of it
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:
@@ -37,6 +40,42 @@ def add_config(parser: argparse.ArgumentParser) -> None:
 def add_json(parser: argparse.ArgumentParser) -> None:
     """`--json`."""
     parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def add_out(parser: argparse.ArgumentParser) -> None:
+    """`--out` and `--force` of a file that is written."""
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="where to write it")
+    parser.add_argument("--force", action="store_true", help="replace a file that is there")
+
+
+def positive(text: str) -> int:
+    """A whole number from 1 on, as an option's type."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+    return number
+
+
+@contextmanager
+def progress(what: str) -> Iterator[Callable[[int], None]]:
+    """A function to tell a count to while long work goes on: now and then it stands on stderr."""
+    terminal = sys.stderr.isatty()
+    told = time.monotonic()
+    shown = False
+
+    def tell(count: int) -> None:
+        nonlocal told, shown
+        if time.monotonic() - told < (PROGRESS_S / 10 if terminal else PROGRESS_S):
+            return
+        told, shown = time.monotonic(), True
+        sys.stderr.write(f"\r{count} {what} " if terminal else f"{count} {what}\n")
+        sys.stderr.flush()
+
+    try:
+        yield tell
+    finally:
+        if shown and terminal:
+            sys.stderr.write("\n")
 
 
 def load_config(arguments: argparse.Namespace) -> Config:

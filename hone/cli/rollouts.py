@@ -1,6 +1,7 @@
 """`hone rollouts`: what is stored of the agents' attempts, and why each did or did not train."""
 
 import argparse
+import itertools
 import re
 import sys
 from collections.abc import Callable
@@ -9,14 +10,27 @@ import msgspec
 
 from capture.store import Store
 from capture.types import Rollout
-from hone.cli.common import add_config, add_json, load_config, open_store, print_json, print_lines
+from hone.cli.common import (
+    add_config,
+    add_json,
+    add_out,
+    load_config,
+    open_store,
+    positive,
+    print_json,
+    print_lines,
+    progress,
+)
+from hone.cli.selection import add_best_of, add_filters, filters
 from hone.config import Config
 from hone.printing import redacted
+from hone.traffic.filters import matching
 
 CALLS_SHOWN = 50
 
 LS = "one line a rollout, newest last"
 SHOW = "one rollout's conversation, call by call"
+EXPORT = "stored rollouts as lines for supervised fine-tuning"
 EXPLAIN = "why a rollout did or did not train: one sentence, then what it rests on"
 ID = "id of a rollout or of one of its calls, or the beginning of one"
 
@@ -42,15 +56,24 @@ observe, a drop reason or an untrainable reason, and `reasons` has the sentences
 """
 
 
+EXPORT_HELP = """\
+stored rollouts as lines for supervised fine-tuning, in a file that is there only once it is whole
+
+messages: one line for each conversation, {messages, tools, reward, scenario_id, rollout_id, call_id, model,
+status}, the form with tools that SFT trainers take; the last message is the assistant's. tokens: one line for
+each sample, {rollout_id, token_ids, loss_mask, sampled_logprobs, spans, scenario_id, reward, status}, with
+loss where the token was sampled and may be trained. What was left out is counted on stderr, with --json also
+on stdout.
+"""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the verb."""
-    verbs = parser.add_subparsers(dest="what", required=True, metavar="ls|show|explain")
+    verbs = parser.add_subparsers(dest="what", required=True, metavar="ls|show|explain|export")
     listing = verbs.add_parser("ls", help=LS, description=LS)
-    listing.add_argument("--run", help="of this run only")
-    listing.add_argument("--mode", choices=("train", "eval", "observe"))
-    listing.add_argument("--state", action="append", default=[], help="may be given several times")
-    listing.add_argument("--limit", type=int, default=50)
-    listing.add_argument("--after", help="page: only ids after this one")
+    listing.add_argument("--limit", type=positive, default=50)
+    listing.add_argument("--after", metavar="ID", help="page: only ids after this one")
+    add_filters(listing)
     raw = argparse.RawDescriptionHelpFormatter
     show = verbs.add_parser("show", help=SHOW, description=SHOW_HELP, formatter_class=raw)
     show.add_argument("--tokens", action="store_true", help="each sampled token: mask, logprob, owner")
@@ -65,19 +88,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for sub in (show, explain):
         sub.add_argument("id", metavar="ROLLOUT", help=ID)
         sub.add_argument("--no-pager", action="store_true", help="print what does not fit on the screen too")
-    for sub in (listing, show, explain):
+    export = verbs.add_parser("export", help=EXPORT, description=EXPORT_HELP, formatter_class=raw)
+    add_filters(export)
+    export.add_argument("--format", choices=("messages", "tokens"), required=True)
+    add_out(export)
+    add_best_of(export)
+    for sub in (listing, show, explain, export):
         add_config(sub)
         add_json(sub)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """List rollouts, show one, or explain one."""
+    """List rollouts, show one, explain one, or write many to a file."""
     config = load_config(arguments)
     store = open_store(config)
     verbs: dict[str, Callable[[Config, Store, argparse.Namespace], int]] = {
         "ls": _list,
         "show": _show,
         "explain": _explain,
+        "export": _export,
     }
     try:
         return verbs[arguments.what](config, store, arguments)
@@ -96,13 +125,8 @@ def call_numbers(text: str) -> range:
 
 
 def _list(config: Config, store: Store, arguments: argparse.Namespace) -> int:
-    found = store.rollouts(
-        run_id=arguments.run,
-        mode=arguments.mode,
-        states=arguments.state,
-        limit=arguments.limit,
-        after=arguments.after,
-    )
+    fitting = matching(store, filters(arguments), after=arguments.after)
+    found = list(itertools.islice(fitting, arguments.limit))
     if arguments.json:
         print_json([_public(rollout) for rollout in found])
         return 0
@@ -128,6 +152,26 @@ def _explain(config: Config, store: Store, arguments: argparse.Namespace) -> int
         print_json(explanation)
     else:
         print_lines(explained(explanation), pager=not arguments.no_pager)
+    return 0
+
+
+def _export(config: Config, store: Store, arguments: argparse.Namespace) -> int:
+    from hone.traffic.export import export
+
+    with progress("rollouts looked at") as seen:
+        summary = export(
+            store,
+            filters(arguments),
+            arguments.format,
+            arguments.out,
+            best_of=arguments.best_of,
+            force=arguments.force,
+            seen=seen,
+        )
+    if arguments.json:
+        print_json(summary)
+    wrote = f"{summary.lines} lines of {summary.rollouts} rollouts: {summary.out}"
+    print("\n".join([wrote, *summary.left_out.told()]), file=sys.stderr)
     return 0
 
 

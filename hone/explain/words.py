@@ -11,6 +11,7 @@ from capture.reasons import (
     NOT_FOR_TRAINING,
     OTHER_POLICY,
     PROVIDER,
+    REDACTED,
     UNTRAINABLE,
 )
 from capture.types import Rollout
@@ -20,6 +21,7 @@ ERROR_CHARS_MAX = 200
 SETTINGS = {
     GRAMMAR: "sampling.grammar",
     PROVIDER: "routes",
+    REDACTED: "capture.redact",
     OTHER_POLICY: "routes",
     LATE: "proxy.finish_wait_s",
     ZERO_ADVANTAGE: "train.group_size",
