@@ -1,4 +1,4 @@
--- Who asked when that another version be promoted, and what came of it. The newest one that was served is
+-- When somebody asked that another version be promoted, and what came of it. The newest one that was served is
 -- the promoted version; a store from before has that in `policies` alone.
 CREATE TABLE promotions (
     n          INTEGER PRIMARY KEY,
