@@ -222,7 +222,7 @@ def test_a_store_from_before_begins_its_history(tmp_path: Path) -> None:
     before = SqliteStore(tmp_path / "hone.db")
     before.start_run("run", POLICY, {})
     before._db.execute("DROP TABLE promotions")
-    before._db.execute("DELETE FROM migrations WHERE name = '0006_promotions.sql'")
+    before._db.execute("DELETE FROM migrations WHERE name = '0005_promotions.sql'")
     before.close()
     store = SqliteStore(tmp_path / "hone.db")
     assert (promoted(store), store.promotions(POLICY), store.verify()) == (0, [], [])
