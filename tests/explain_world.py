@@ -1,7 +1,8 @@
 """A store in which rollouts go the whole way, by the code that moves them in a run: journal frames are
 ingested, graphs settled, groups closed and batches committed. Only the numbers are made up."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -37,14 +38,14 @@ def sections(**changed: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 class World:
     """A run of one policy. Rollouts are named by the tests; a call is `(prompt ids, sampled ids)`."""
 
-    def __init__(self, store: SqliteStore, **settings: Mapping[str, Any]) -> None:
+    def __init__(self, store: SqliteStore, **settings: Any) -> None:
         self.store = store
         self.settings = sections(**settings)
         store.start_run(RUN, POLICY, self.settings)
         passive = PassiveSettings(
             **settings.get("passive", {}), group_size=self.settings["train"]["group_size"]
         )
-        self.rewards = Settings(**settings.get("rewards", {}), passive=passive)  # type: ignore[arg-type]
+        self.rewards = Settings(**settings.get("rewards", {}), passive=passive)
         self._ingester = Ingester(store)
         self._step = 0
 
@@ -190,3 +191,12 @@ class World:
         """Its sentence and the setting that it names."""
         explanation = self.explain(id)
         return explanation.sentence, explanation.setting
+
+
+@contextmanager
+def passive_world(folder: Path, **settings: Any) -> Iterator[World]:
+    """A run with `passive.train` in groups of two; at the end its store holds everything that it must."""
+    store = SqliteStore(folder / "hone.db")
+    yield World(store, **{"passive": {"train": True}, **settings})
+    assert store.verify() == []
+    store.close()

@@ -1,13 +1,12 @@
 """Observed rollouts that are trained: which are, with whom they are compared, and where their tokens went."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from capture_makers import POLICY, request, rollout
-from explain_world import RUN, World
+from explain_world import RUN, World, passive_world
 
 from capture.errors import NotFound
 from capture.fingerprint import fingerprint
@@ -17,18 +16,9 @@ from capture.types import Balance
 GO = fingerprint([{"role": "user", "content": "go"}], [])
 
 
-@contextmanager
-def world_of(folder: Path, **settings: Any) -> Iterator[World]:
-    """A run with `passive.train` in groups of two; at the end its store holds everything that it must."""
-    store = SqliteStore(folder / "hone.db")
-    yield World(store, **{"passive": {"train": True}, **settings})
-    assert store.verify() == []
-    store.close()
-
-
 @pytest.fixture
 def world(tmp_path: Path) -> Iterator[World]:
-    with world_of(tmp_path) as opened:
+    with passive_world(tmp_path) as opened:
         yield opened
 
 
@@ -82,7 +72,7 @@ def test_the_balance_at_every_stage(world: World) -> None:
 
 
 def test_off_by_default(tmp_path: Path) -> None:
-    with world_of(tmp_path, passive={}) as world:
+    with passive_world(tmp_path, passive={}) as world:
         world.watched("r_a", 1.0)
         world.watched("r_b", 0.0)
         found = world.store.rollout("r_a")
@@ -93,12 +83,12 @@ def test_off_by_default(tmp_path: Path) -> None:
 
 def test_the_past_stays_as_it_was_decided(tmp_path: Path) -> None:
     """Turned on, off and on again: each rollout keeps what was decided when it was settled."""
-    with world_of(tmp_path, passive={}) as world:
+    with passive_world(tmp_path, passive={}) as world:
         world.watched("r_before")
-    with world_of(tmp_path) as world:
+    with passive_world(tmp_path) as world:
         world.watched("r_on")
         balance(world, 10, pending=5, not_for_training={"observe": 5})
-    with world_of(tmp_path, passive={}) as world:
+    with passive_world(tmp_path, passive={}) as world:
         world.watched("r_after")
         for id in ("r_before", "r_on", "r_after"):
             world.score(id, 1.0)
@@ -215,7 +205,7 @@ def test_a_full_group_takes_no_more(world: World) -> None:
 
 
 def test_at_its_deadline_a_group_closes_on_what_it_has(tmp_path: Path) -> None:
-    with world_of(tmp_path, train={"group_size": 3}, rewards={"group_deadline_s": 0.05}) as world:
+    with passive_world(tmp_path, train={"group_size": 3}, rewards={"group_deadline_s": 0.05}) as world:
         world.watched("r_a", 1.0)
         world.watched("r_b", 0.0)
         world.watched("r_alone", 1.0, says="stop")
@@ -275,7 +265,7 @@ def test_the_end_of_a_run_drops_them(world: World) -> None:
 
 
 def test_a_run_of_another_policy_takes_none(tmp_path: Path) -> None:
-    with world_of(tmp_path) as world:
+    with passive_world(tmp_path) as world:
         world.store.start_run("theirs", "other", {})
         world.watched("r_a", policy=POLICY)
         world.store.end_run(RUN, "run_ended")
@@ -311,7 +301,7 @@ def test_tokens_of_a_version_that_is_too_old_are_stale(world: World) -> None:
 
 def test_a_store_from_before_keeps_its_sums(tmp_path: Path) -> None:
     """What was opened for training still is, what was observed still is not, and both may go on."""
-    with world_of(tmp_path, passive={}) as world:
+    with passive_world(tmp_path, passive={}) as world:
         world.played("r_a", 1.0)
         world.watched("r_b", 1.0)
         before = world.store.balance(POLICY)

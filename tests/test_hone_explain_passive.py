@@ -1,15 +1,12 @@
 """Why did this observed rollout not train? With `passive.train` and without."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 from capture_makers import POLICY, request, rollout
-from explain_world import RUN, World
+from explain_world import RUN, World, passive_world
 
-from capture.sqlite import SqliteStore
 from hone.explain.screen import explained
 
 OPEN_IT = "open a rollout with `POST /rollouts` in mode `train` and give its agent that base_url."
@@ -17,22 +14,14 @@ ONLY = "Not for training: nobody opened it for training, so it was only observed
 CONTROL = "; no control runs now: `hone up` starts it"
 
 
-@contextmanager
-def world_of(folder: Path, **settings: Any) -> Iterator[World]:
-    store = SqliteStore(folder / "hone.db")
-    yield World(store, **{"passive": {"train": True}, **settings})
-    assert store.verify() == []
-    store.close()
-
-
 @pytest.fixture
 def world(tmp_path: Path) -> Iterator[World]:
-    with world_of(tmp_path) as opened:
+    with passive_world(tmp_path) as opened:
         yield opened
 
 
 def test_it_would_have_been_trained_with_the_setting(tmp_path: Path) -> None:
-    with world_of(tmp_path, passive={}) as world:
+    with passive_world(tmp_path, passive={}) as world:
         world.watched("r_a", 1.0)
         assert world.why("r_a") == (
             f"{ONLY}`passive.train = true` trains on rollouts like it while a run is on; or {OPEN_IT}",
@@ -43,7 +32,7 @@ def test_it_would_have_been_trained_with_the_setting(tmp_path: Path) -> None:
 
 def test_the_setting_alone_would_not_have_done(tmp_path: Path) -> None:
     """Headless, sampled in another way, answered by another model, silent, or somebody's own group."""
-    with world_of(tmp_path, passive={}) as world:
+    with passive_world(tmp_path, passive={}) as world:
         world.watched("r_headless", headless=True)
         for id, fields in {
             "r_shaped": {"request": request(top_p=0.5)},
@@ -128,7 +117,7 @@ def test_what_cannot_be_compared(world: World) -> None:
 
 
 def test_nobody_came_to_its_scenario(tmp_path: Path) -> None:
-    with world_of(tmp_path, rewards={"group_deadline_s": 0.01}) as world:
+    with passive_world(tmp_path, rewards={"group_deadline_s": 0.01}) as world:
         world.watched("r_a", 1.0)
         while world.store.rollout("r_a").state == "scored":
             world.group()

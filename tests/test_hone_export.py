@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from capture_makers import model_call
@@ -127,8 +127,8 @@ def test_late_and_superseded_calls_are_counted(world: World, tmp_path: Path) -> 
     once, again = talk("a")[0], {**talk("a")[0], "retry_count": 1, "sampled_ids": [50, 51]}
     late = talk("x", asked="late")
     world.add("r_1", [{**once, "body_hash": b"same"}, {**again, "body_hash": b"same"}], late=late)
-    for format in ("messages", "tokens"):
-        summary, lines = exported(world, tmp_path, format)  # type: ignore[arg-type]
+    for format in get_args(Format):
+        summary, lines = exported(world, tmp_path, format)
         assert len(lines) == 1
         assert summary.left_out.calls == {"late": 1, "superseded": 1}
 

@@ -3,18 +3,22 @@
 import asyncio
 import hashlib
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
 
+import pytest
+from learner_world import settings
 from proxy_world import World, engine_settings, until, world
 from test_hone_control import free_port
 from toy_engine import ToyEngine
 
+from capture.sqlite import SqliteStore
 from capture.types import Balance, Rollout
 from hone.control import serve
 from hone.settings import ControlSettings
 from learner.groups import read
+from learner.train import run
 from proxy.settings import Key
 from rewards.settings import PassiveSettings, SealSettings, Settings
 
@@ -31,23 +35,32 @@ SCRIPT = "def reward(trace): return len(trace['turns'])"
 
 @asynccontextmanager
 async def hone(root: Path, passive: PassiveSettings = PASSIVE) -> AsyncIterator[tuple[World, ToyEngine]]:
-    """Proxy and control on one store, in which a run is on; quiet rollouts end after 0.3 s."""
+    """`serving` in front of a toy engine, in which a letter is a token."""
+    async with ToyEngine(drifts=False).listening() as engine, serving(root, engine.url, passive) as proxied:
+        yield proxied, engine
+
+
+@asynccontextmanager
+async def serving(
+    root: Path, engine_url: str, passive: PassiveSettings = PASSIVE, idle_s: float = 0.3
+) -> AsyncIterator[World]:
+    """Proxy and control on one store, in which a run is on; quiet rollouts end after `idle_s`."""
     (root / "reward.py").write_text(SCRIPT)
     settings = Settings(
-        script=str(root / "reward.py"), seal=SealSettings(idle_s=0.3), passive=passive, group_deadline_s=60.0
+        script=str(root / "reward.py"),
+        seal=SealSettings(idle_s=idle_s),
+        passive=passive,
+        group_deadline_s=60.0,
     )
     stop = asyncio.Event()
-    async with (
-        ToyEngine(drifts=False).listening() as engine,
-        world(engine_settings(engine.url, keys=KEYS, head_ttl_s=0.05), root) as proxied,
-    ):
+    async with world(engine_settings(engine_url, keys=KEYS, head_ttl_s=0.05), root) as proxied:
         proxied.store.start_run("run", "policy", {})
-        serving = serve(
+        control = serve(
             root / "hone.db", settings, ControlSettings(port=free_port()), policy="policy", stop=stop
         )
-        task = asyncio.create_task(serving)
+        task = asyncio.create_task(control)
         try:
-            yield proxied, engine
+            yield proxied
         finally:
             stop.set()
             await task
@@ -63,7 +76,7 @@ async def talk(on: World, session: str | None, calls: int = 1, key: str = "acme"
         body = {"model": "policy", "messages": messages, **fields}
         status, answer, got = await on.post(CHAT, body, headers)
         assert status == 200, answer
-        said = answer["choices"][0]["message"]["content"]
+        said = answer["choices"][0]["message"]["content"] or ""
         messages = [
             *messages,
             {"role": "assistant", "content": said},
@@ -192,3 +205,22 @@ async def test_launched_and_observed_side_by_side(tmp_path: Path) -> None:
         on.store.end_run("run", "run_ended")
         balance = balanced(on)
         assert balance.dropped == {"run_ended": balance.sampled}
+
+
+@pytest.mark.engine
+async def test_through_the_real_engine_into_a_step(engine: Any, tmp_path: Path) -> None:
+    """What was sampled at the client's temperature is what the learner recomputes, and it is trained on."""
+    async with serving(tmp_path, engine.url, idle_s=3.0) as on:
+        short = await talk(on, "s1", temperature=0.7, max_tokens=24)
+        long = await talk(on, "s2", calls=2, temperature=0.7, max_tokens=24)
+        await states(on, {short: "grouped", long: "grouped"})
+    config = settings(engine.base_dir, tmp_path, groups_per_batch=1, steps_max=1, mismatch_fraction=1.0)
+    await asyncio.to_thread(run, config, tmp_path / "hone.db", "run", "policy", lambda: False)
+    with closing(SqliteStore(tmp_path / "hone.db")) as store:
+        (row,) = store.steps("run")
+        balance = store.balance("policy")
+        assert {one.state for one in store.rollouts()} == {"trained"}
+        assert store.verify() == []
+    assert balance.exact
+    assert balance.trained == balance.sampled == row.metrics["mismatch_tokens"] > 0
+    assert row.metrics["mismatch_max"] < 1e-4

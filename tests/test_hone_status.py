@@ -165,18 +165,23 @@ def test_the_balance_is_one_line() -> None:
     assert balance_line(off) == "3 sampled ≠ 1 trained + 0 zero advantage + 1 pending"
 
 
-def test_one_screen() -> None:
-    version = Version(
+def numbered(version: int) -> Version:
+    """An active version."""
+    return Version(
         policy="player",
-        version=7,
+        version=version,
         lineage="l",
-        parent=6,
-        step=4,
+        parent=version - 1,
+        step=version,
         state="active",
         path="/a",
         sha256="x",
         created_at=0.0,
     )
+
+
+def test_one_screen() -> None:
+    version = numbered(7)
     status = Status(
         waiting_for="Training waits for agents.",
         supervisors=[supervisor(engine="ready", learn="backoff")],
@@ -214,17 +219,7 @@ def test_one_screen() -> None:
 
 
 def test_what_is_served_and_what_was_asked_for() -> None:
-    version = Version(
-        policy="player",
-        version=3,
-        lineage="l",
-        parent=2,
-        step=3,
-        state="active",
-        path="/a",
-        sha256="x",
-        created_at=0.0,
-    )
+    version = numbered(3)
 
     def newest(**fields: Any) -> Promotion:
         return Promotion(n=2, policy="player", version=5, kind="promote", asked_at=1e9, **fields)

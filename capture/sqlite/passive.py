@@ -1,5 +1,7 @@
 """Observed rollouts that are trained: decided when they are settled, grouped when they are scored."""
 
+from typing import Any
+
 from capture.ids import new_id
 from capture.sqlite.drops import OWNED
 from capture.sqlite.rollouts import Rollouts
@@ -62,6 +64,6 @@ class Passive(Rollouts):
         return [group_from(row) for row in self._rows(sql, (self.now() - older_than_s, limit))]
 
 
-def group_from(row: tuple[object, ...]) -> Group:
+def group_from(row: tuple[Any, ...]) -> Group:
     """A row of `GROUP_COLUMNS` as a Group."""
-    return Group(**dict(zip(GROUP_COLUMNS.split(", "), row, strict=True)))  # type: ignore[arg-type]
+    return Group(**dict(zip(GROUP_COLUMNS.split(", "), row, strict=True)))

@@ -4,7 +4,7 @@ import argparse
 import re
 import time
 from datetime import datetime
-from typing import get_args
+from typing import Any, get_args
 
 from capture.types import FinishStatus, Mode, RolloutState
 from hone.cli.common import positive
@@ -23,10 +23,10 @@ def add_filters(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--since", type=moment, metavar="WHEN", help="opened since: 90m, 2d, 2026-01-31T12:00")
     group.add_argument("--min-reward", type=float, metavar="R")
     group.add_argument("--max-reward", type=float, metavar="R")
-    several = {"action": "append", "default": [], "help": "may be given several times"}
-    group.add_argument("--scenario", metavar="ID", **several)  # type: ignore[arg-type]
-    group.add_argument("--status", choices=get_args(FinishStatus), metavar="STATUS", **several)  # type: ignore[arg-type]
-    group.add_argument("--state", choices=get_args(RolloutState), metavar="STATE", **several)  # type: ignore[arg-type]
+    several: dict[str, Any] = {"action": "append", "default": [], "help": "may be given several times"}
+    group.add_argument("--scenario", metavar="ID", **several)
+    group.add_argument("--status", choices=get_args(FinishStatus), metavar="STATUS", **several)
+    group.add_argument("--state", choices=get_args(RolloutState), metavar="STATE", **several)
 
 
 def add_best_of(parser: argparse.ArgumentParser) -> None:
