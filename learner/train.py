@@ -2,7 +2,7 @@
 
 GRPO with LoRA: centred advantages within a group, CISPO on the ratio learner/sampled, AdamW. Left
 out of the paper's GRPO: division by the standard deviation (`advantage = "grpo"` has it), the KL
-term, and length normalisation within a rollout: every owned token weighs the same.
+term (`kl_coef` has it), and length normalisation within a rollout: every owned token weighs the same.
 
 A batch commits before it is published. The checkpoint directory is complete on disk before the
 store's transaction names it; that transaction is the commit, and it fails for a learner whose lease

@@ -126,8 +126,7 @@ def step(
     if not scored:
         return
     optimizer.zero_grad(set_to_none=True)
-    refs = part.reference if kl_scale else None
-    loss = backward(settings, model, scored, kl_scale, refs, should_stop, sums)
+    loss = backward(settings, model, part, scored, kl_scale, should_stop, sums)
     norm = float(torch.nn.utils.clip_grad_norm_(model.parameters.values(), settings.clip_grad))
     if not (math.isfinite(loss) and math.isfinite(norm)):
         raise NonFinite(f"loss {loss}, gradient norm {norm}")
@@ -141,18 +140,18 @@ def step(
 def backward(
     settings: Settings,
     model: Model,
+    part: Part,
     scored: Sequence[Scored],
     kl_scale: float,
-    refs: Callable[[Model, int, MicroBatch], torch.Tensor] | None,
     should_stop: Callable[[], bool],
     sums: Sums,
 ) -> float:
-    """Add the gradient of the loss over `scored` to the adapter's; the loss. `refs` gives log ref."""
+    """Add the gradient of the loss over `scored` to the adapter's; the loss."""
     total = 0.0
     for index, micro in enumerate(micro_batches(scored, settings.micro_batch_tokens)):
         if should_stop():
             raise Abandoned("told to stop in the middle of a step")
-        ref = refs(model, index, micro) if refs else None
+        ref = part.reference(model, index, micro) if kl_scale else None
         logprobs = model.logprobs(micro)
         sampled, weights = micro.sampled_logprobs.to(model.device), micro.weights.to(model.device)
         if ref is not None:
