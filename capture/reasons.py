@@ -59,6 +59,10 @@ DROPPED: Final[dict[str, str]] = {
     "group_deadline": "The group closed at its deadline while this rollout was still running.",
     "replaced": "Another attempt of the same rollout took its place.",
     "stale": "The policy has moved on too far since these tokens were sampled.",
+    "zero_variance": "All rewards of its group are equal, and `train.zero_variance_filter` is on.",
+    "too_hard": "The mean reward of its group is below `train.group_reward_min`.",
+    "too_easy": "The mean reward of its group is above `train.group_reward_max`.",
+    "overlong": "A reply or its context was cut off at the limit, and `train.overlong_filter` is on.",
     "nonfinite": "The batch gave a gradient that is not finite, twice.",
 }
 """Reasons for which rollouts are dropped -> sentence; ending a run and closing a group may give others."""

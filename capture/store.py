@@ -19,6 +19,7 @@ from capture.types import (
     EngineVersion,
     FinishStatus,
     Group,
+    GroupFilter,
     LedgerRow,
     Lineage,
     ModelCall,
@@ -30,6 +31,8 @@ from capture.types import (
     Stitch,
     Version,
 )
+
+ALL_GROUPS = GroupFilter()
 
 
 class PendingCall(msgspec.Struct, frozen=True):
@@ -305,15 +308,24 @@ class Store(Protocol):
         may be open for long, hold up neither the runner nor the end of the run."""
 
     def take_batch(
-        self, run_id: str, *, epoch: int, groups: int, batch_wait_s: float, staleness_max: int
+        self,
+        run_id: str,
+        *,
+        epoch: int,
+        groups: int,
+        batch_wait_s: float,
+        staleness_max: int,
+        unless: GroupFilter = ALL_GROUPS,
     ) -> Batch | None:
         """The batch this run already took and did not commit, else the oldest `groups` closed
         groups (fewer once the first has waited `batch_wait_s`), else None. Groups in which some
-        rollout's version is further than `staleness_max` behind the head are dropped (`stale`)."""
+        rollout's version is further than `staleness_max` behind the head are dropped (`stale`), and those
+        for which `unless` has a reason."""
 
     def commit_batch(self, commit: Commit) -> Version | None:
         """Ledger rows, lineage head, step row, rollout states and (if `new_version`) the next
         version number, in one transaction; `Fenced` if the epoch is old. None: no new version.
+        Rollouts in `commit.dropped` leave the batch with their reason instead of a ledger row.
         Committing a batch again returns what the first commit did."""
 
     def drop_batch(self, batch_id: str, reason: str, epoch: int) -> None: ...

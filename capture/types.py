@@ -4,6 +4,8 @@ All are frozen msgspec Structs. Times are Unix seconds (float), token ids are in
 natural logarithms of the engine's sampling distribution softmax(logits / temperature).
 """
 
+import math
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -196,6 +198,23 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     groups: list[list[Rollout]]  # scored members only, at least two a group
 
 
+class GroupFilter(msgspec.Struct, frozen=True, kw_only=True):
+    """Which closed groups a take leaves out for good, by their rewards."""
+
+    zero_variance: bool = False  # all rewards equal: nothing to learn from
+    mean_min: float | None = None
+    mean_max: float | None = None
+
+    def reason(self, rewards: Sequence[float]) -> str | None:
+        """Why a group with these rewards is dropped; None: it is not."""
+        mean = math.fsum(rewards) / len(rewards)
+        if self.mean_min is not None and mean < self.mean_min:
+            return "too_hard"
+        if self.mean_max is not None and mean > self.mean_max:
+            return "too_easy"
+        return "zero_variance" if self.zero_variance and min(rewards) == max(rewards) else None
+
+
 class Version(msgspec.Struct, frozen=True, kw_only=True):
     """One immutable version of a policy. Version 0 is the starting policy."""
 
@@ -261,9 +280,10 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True):
     epoch: int  # of the learner's lease: the fence
     step: int
     checkpoint: str  # directory that holds adapter, optimizer, RNG; renamed into place already
-    rows: list[LedgerRow]
+    rows: list[LedgerRow]  # with `dropped`: one for every rollout of the batch
     metrics: dict[str, float]
     new_version: bool  # False when every advantage was zero
+    dropped: dict[str, str] = {}  # rollouts that the learner left out -> reason
 
 
 class Lineage(msgspec.Struct, frozen=True, kw_only=True):

@@ -20,6 +20,7 @@ import proxy.settings
 import rewards.settings
 import rollouts.settings
 from capture.errors import ConfigError
+from hone import presets
 from hone.settings import (
     ControlSettings,
     EngineSettings,
@@ -72,7 +73,7 @@ ROUTES = "routes"  # a table of its own: model name -> proxy.settings.Route
 def read_tables(
     raw: Mapping[str, Any], environ: Mapping[str, str], folder: Path
 ) -> dict[str, dict[str, Any]]:
-    """Every section as a table, checked for unknown keys, with files read and overrides applied.
+    """Every section as a table, checked for unknown keys, with files read, overrides and the preset applied.
 
     `ConfigError` names what is wrong and what was probably meant.
     """
@@ -83,6 +84,7 @@ def read_tables(
         _refuse_unknown(section, table, keys)
     for section, key, text in overrides(environ, keys):
         _set(tables[section], key, text, f"{section}.{'.'.join(key)}", keys[section])
+    presets.apply(tables)
     return tables
 
 

@@ -92,6 +92,8 @@ class EvalSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 class TrainSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`[train]`, the part that belongs to neither learner nor runner."""
 
+    preset: str = "hone"
+    """Defaults for the other settings: `hone.presets` has the names."""
     scenarios: str = "scenarios.jsonl"
     """The scenario set, one JSON object a line."""
     wall_s: Annotated[float, msgspec.Meta(gt=0)] | None = None

@@ -6,7 +6,7 @@ node knows its position and its path. Pure, and independent of the order of the 
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -22,10 +22,13 @@ BLOCK_SEQUENCES = 16  # sequences that attend in one call: more waste padding, f
 
 @dataclass(frozen=True)
 class Scored:
-    """A sample and what each of its owned tokens weighs in the loss (advantage / N)."""
+    """A sample, and what each of its owned tokens carries into the loss (d: `learner.aggregate`)."""
 
     sample: Sample
-    weight: float
+    weight: float  # advantage / d
+    penalty: float = 0.0  # coefficient of the KL / d
+    bonus: float = 0.0  # coefficient of the entropy / d
+    rollout: int = 0  # which one of the step's rollouts it belongs to
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,10 @@ class MicroBatch:
     temperatures: Tensor  # [U]
     expand: Tensor  # [M] into U
     sampled_logprobs: Tensor  # [M]
-    weights: Tensor  # [M] advantage / N
+    weights: Tensor  # [M] advantage / d
+    penalties: Tensor  # [M] coefficient of the KL / d
+    bonuses: Tensor  # [M] coefficient of the entropy / d
+    rollouts: Tensor  # [M] which one of the step's rollouts the token belongs to
     versions: Tensor  # [M] the policy version that sampled the token
 
     def to(self, device: torch.device) -> "MicroBatch":
@@ -58,6 +64,11 @@ def micro_batches(scored: Sequence[Scored], tokens_max: int) -> Iterator[MicroBa
 
     Tokens past a sample's last owned one score nothing and are left out.
     """
+    return (pack(*part) for part in split(scored, tokens_max))
+
+
+def split(scored: Sequence[Scored], tokens_max: int) -> Iterator[tuple[list[Scored], list[int]]]:
+    """What `pack` takes for each micro-batch."""
     ordered = sorted((trimmed(one) for one in scored), key=lambda one: one.sample.token_ids)
     pending: list[Scored] = []
     shared: list[int] = []
@@ -67,7 +78,7 @@ def micro_batches(scored: Sequence[Scored], tokens_max: int) -> Iterator[MicroBa
         if pending:
             common = prefix_length(pending[-1].sample.token_ids, one.sample.token_ids)
             if size + fresh - common > tokens_max:
-                yield pack(pending, shared)
+                yield pending, shared
                 pending, shared, size, common = [], [], 0, 0
         else:
             common = 0
@@ -75,7 +86,7 @@ def micro_batches(scored: Sequence[Scored], tokens_max: int) -> Iterator[MicroBa
         shared.append(common)
         size += fresh - common
     if pending:
-        yield pack(pending, shared)
+        yield pending, shared
 
 
 def trimmed(one: Scored) -> Scored:
@@ -92,7 +103,7 @@ def trimmed(one: Scored) -> Scored:
         sampled_logprobs=sample.sampled_logprobs[:end],
         spans=sample.spans,
     )
-    return Scored(short, one.weight)
+    return replace(one, sample=short)
 
 
 def prefix_length(a: Sequence[int], b: Sequence[int]) -> int:
@@ -134,7 +145,7 @@ def score_places(
     scored: Sequence[Scored], paths: Sequence[Ints], token_ids: Ints
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, dict[str, Tensor]]:
     """The U unique places to score, the map of the M owned tokens to them, and what M carry."""
-    nodes, parents, temperatures, logprobs, weights, versions = [], [], [], [], [], []
+    nodes, parents, temperatures, logprobs, versions = [], [], [], [], []
     for one, path in zip(scored, paths, strict=True):
         owned = np.flatnonzero(one.sample.loss_mask)
         temperature = np.ones(len(path))
@@ -147,13 +158,16 @@ def score_places(
         temperatures.append(temperature[owned])
         versions.append(version[owned])
         logprobs.append(np.asarray(one.sample.sampled_logprobs, np.float64)[owned])
-        weights.append(np.full(len(owned), one.weight))
     node, temperature = np.concatenate(nodes), np.concatenate(temperatures)
     keys = np.rec.fromarrays([node, temperature])
     _, first, expand = np.unique(keys, return_index=True, return_inverse=True)
+    counts = [len(part) for part in nodes]
     owned_tensors = {
         "sampled_logprobs": torch.from_numpy(np.concatenate(logprobs)).float(),
-        "weights": torch.from_numpy(np.concatenate(weights)).float(),
+        "weights": torch.from_numpy(np.repeat([one.weight for one in scored], counts)).float(),
+        "penalties": torch.from_numpy(np.repeat([one.penalty for one in scored], counts)).float(),
+        "bonuses": torch.from_numpy(np.repeat([one.bonus for one in scored], counts)).float(),
+        "rollouts": torch.from_numpy(np.repeat([one.rollout for one in scored], counts)),
         "versions": torch.from_numpy(np.concatenate(versions)),
     }
     return (

@@ -1,8 +1,9 @@
 """Checkpoints: everything that the next batch depends on, in one directory.
 
 ``<checkpoint_dir>/<lineage>-<step>-<epoch>/`` with ``adapter.safetensors`` (float32 masters),
-``optimizer.safetensors`` (AdamW's moments and the RNG) and ``state.json``. The epoch of the learner's
-lease is in the name, so that a learner which lost its lease never writes where its successor does.
+``optimizer.safetensors`` (AdamW's moments and the RNG), ``state.json``, and ``reference.safetensors`` where
+the KL's reference is no longer version 0. The epoch of the learner's lease is in the name, so that a learner
+which lost its lease never writes where its successor does.
 A directory that the store does not name is an orphan.
 """
 
@@ -19,6 +20,7 @@ from learner import files
 from learner.canary import Canary
 from learner.model import Tensors
 
+REFERENCE = "reference.safetensors"
 RNG = "rng"  # key of the RNG's bytes among the optimizer's tensors
 
 
@@ -39,6 +41,7 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     optimizer: Tensors  # `<parameter>.<AdamW's name of it>`
     rng: Tensor  # torch's CPU generator, uint8
     state: State
+    reference: Tensors | None = None  # of the KL penalty; None: version 0
 
 
 def name(lineage: str, step: int, epoch: int) -> str:
@@ -62,6 +65,8 @@ def save(checkpoint: Checkpoint, directory: Path, epoch: int) -> Path:
     files.write_tensors(path / "adapter.safetensors", checkpoint.adapter, metadata)
     moments = {**checkpoint.optimizer, RNG: checkpoint.rng}
     files.write_tensors(path / "optimizer.safetensors", moments, metadata)
+    if checkpoint.reference is not None:
+        files.write_tensors(path / REFERENCE, checkpoint.reference, metadata)
     files.write_json(path / "state.json", msgspec.to_builtins(state))
     files.rename(path, final)
     return final
@@ -73,7 +78,9 @@ def load(path: Path) -> Checkpoint:
         state = msgspec.convert(json.loads((path / "state.json").read_bytes()), State)
         moments = files.read_tensors(path / "optimizer.safetensors")
         adapter = files.read_tensors(path / "adapter.safetensors")
-        return Checkpoint(adapter=adapter, rng=moments.pop(RNG), optimizer=moments, state=state)
+        reference = files.read_tensors(path / REFERENCE) if (path / REFERENCE).exists() else None
+        rng = moments.pop(RNG)
+        return Checkpoint(adapter=adapter, rng=rng, optimizer=moments, state=state, reference=reference)
     except (OSError, ValueError, KeyError) as error:
         raise Corrupt(f"checkpoint {path}: {error}") from error
 

@@ -9,8 +9,12 @@ import msgspec
 from capture import graph
 from capture.errors import Corrupt
 from capture.store import Store
-from capture.types import Batch, LedgerRow, Rollout, Sample
-from learner.advantage import Kind, advantages
+from capture.types import Batch, LedgerRow, ModelCall, Rollout, Sample
+from learner import advantage
+from learner.settings import Settings
+
+OVERLONG = "overlong"  # of `capture.reasons.DROPPED`
+CUT_OFF = "length"  # finish_reason of a reply that reached its max_tokens
 
 
 class Member(msgspec.Struct, frozen=True, kw_only=True):
@@ -20,6 +24,12 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     samples: list[Sample]  # those with owned tokens
     owned: int  # tokens
     advantage: float
+    dropped: str | None = None  # why it is left out, its reward apart
+
+    @property
+    def signal(self) -> float:
+        """Its advantage; 0 if it is left out."""
+        return 0.0 if self.dropped else self.advantage
 
     def ledger_row(self) -> LedgerRow:
         """What becomes of the owned tokens when the batch commits."""
@@ -27,22 +37,39 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
         return LedgerRow(self.rollout.id, trained, self.owned - trained, self.advantage)
 
 
-def read(store: Store, batch: Batch, kind: Kind) -> list[list[Member]]:
+def read(store: Store, batch: Batch, settings: Settings) -> list[list[Member]]:
     """Every group of the batch, in its order. `Corrupt` if a member has no reward."""
-    return [read_group(store, rollouts, kind) for rollouts in batch.groups]
-
-
-def read_group(store: Store, rollouts: Sequence[Rollout], kind: Kind) -> list[Member]:
-    """One group's members with their advantages."""
-    rewards = []
-    for rollout in rollouts:
-        if rollout.reward is None or not math.isfinite(rollout.reward):
-            raise Corrupt(f"rollout {rollout.id} is in a batch with reward {rollout.reward}")
-        rewards.append(rollout.reward)
+    rewards = [[reward(rollout) for rollout in group] for group in batch.groups]
+    given = advantage.of_batch(rewards, settings.advantage, settings.advantage_std)
     return [
-        member(rollout, graph.samples(graph.build(store.calls(rollout.id))), advantage)
-        for rollout, advantage in zip(rollouts, advantages(rewards, kind), strict=True)
+        [
+            read_member(store, rollout, one, settings.overlong_filter)
+            for rollout, one in zip(group, ones, strict=True)
+        ]
+        for group, ones in zip(batch.groups, given, strict=True)
     ]
+
+
+def reward(rollout: Rollout) -> float:
+    """Its reward; `Corrupt` if it has none."""
+    if rollout.reward is None or not math.isfinite(rollout.reward):
+        raise Corrupt(f"rollout {rollout.id} is in a batch with reward {rollout.reward}")
+    return rollout.reward
+
+
+def read_member(store: Store, rollout: Rollout, advantage: float, overlong_filter: bool) -> Member:
+    """One rollout with the samples of its calls."""
+    calls = store.calls(rollout.id)
+    found = member(rollout, graph.samples(graph.build(calls)), advantage)
+    if overlong_filter and overlong(rollout, calls):
+        return msgspec.structs.replace(found, dropped=OVERLONG)
+    return found
+
+
+def overlong(rollout: Rollout, calls: Sequence[ModelCall]) -> bool:
+    """Whether it did not end by itself: a reply of the policy was cut off, or the context was full."""
+    cut_off = any(call.finish_reason == CUT_OFF and call.policy == rollout.policy for call in calls)
+    return cut_off or rollout.status == "context_overflow"
 
 
 def member(rollout: Rollout, samples: Sequence[Sample], advantage: float) -> Member:
@@ -56,11 +83,12 @@ def describe(groups: Sequence[Sequence[Member]]) -> dict[str, float]:
     """Numbers of a batch before any update: rewards, scores, advantages, tokens."""
     members = [one for group in groups for one in group]
     rewards = [one.rollout.reward or 0.0 for one in members]
-    rows = [one.ledger_row() for one in members]
+    rows = [one.ledger_row() for one in members if one.dropped is None]
     numbers = {
         "groups": float(len(groups)),
         "zero_variance_groups": float(sum(1 for group in groups if not any(m.advantage for m in group))),
         "rollouts": float(len(members)),
+        "overlong_rollouts": float(sum(1 for one in members if one.dropped == OVERLONG)),
         "reward_mean": statistics.fmean(rewards),
         "reward_std": statistics.pstdev(rewards),
         "advantage_abs_mean": statistics.fmean(abs(one.advantage) for one in members),

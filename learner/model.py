@@ -20,7 +20,7 @@ from transformers.utils import logging
 from capture.errors import ConfigError
 from learner import attention
 from learner.batch import MicroBatch
-from learner.logprobs import token_logprobs
+from learner.logprobs import token_logprobs, token_scores
 from learner.lora import replace_layers
 from learner.settings import Settings
 
@@ -90,15 +90,27 @@ class Model:
     def logprobs(self, micro: MicroBatch) -> Tensor:
         """log π of the M owned tokens [M], at each token's temperature; differentiable."""
         micro = micro.to(self.device)
+        hidden = self._predicting(micro)
+        unique = token_logprobs(hidden, self._head, micro.targets, micro.temperatures, self._rows)
+        return unique.index_select(0, micro.expand)
+
+    def scores(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+        """`logprobs`, and the entropies of the distributions that the M tokens come from [M]."""
+        micro = micro.to(self.device)
+        hidden = self._predicting(micro)
+        unique = token_scores(hidden, self._head, micro.targets, micro.temperatures, self._rows)
+        logprobs, entropies = unique.index_select(0, micro.expand).unbind(1)
+        return logprobs, entropies
+
+    def _predicting(self, micro: MicroBatch) -> Tensor:
+        """The hidden rows that predict the U unique owned tokens: [U, d]."""
         hidden = self._body(
             input_ids=micro.token_ids[None],
             position_ids=micro.position_ids[None],
             use_cache=False,
             tree=micro.tree,
         ).last_hidden_state[0]  # [N, d]
-        predicting = hidden.index_select(0, micro.predictors)  # [U, d]
-        unique = token_logprobs(predicting, self._head, micro.targets, micro.temperatures, self._rows)
-        return unique.index_select(0, micro.expand)
+        return hidden.index_select(0, micro.predictors)  # type: ignore[no-any-return]
 
     def adapter(self) -> Tensors:
         """A copy of the adapter's master weights."""

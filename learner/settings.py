@@ -1,12 +1,20 @@
 """What can be set about training; composed into `hone.toml` by `hone.config`."""
 
+import math
 from typing import Annotated, Literal
 
 import msgspec
 
 from capture.errors import ConfigError
+from capture.types import GroupFilter
 
 Positive = Annotated[int, msgspec.Meta(ge=1)]
+Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
+NotNegative = Annotated[float, msgspec.Meta(ge=0)]
+Loss = Literal["cispo", "ppo", "gspo", "dppo", "importance"]
+Aggregation = Literal["token_mean", "sequence_mean", "constant"]
+KlForm = Literal["advantage", "k2", "r_k3"]
+CLIP_RANGES = {"ppo": (0.2, 0.2), "gspo": (3e-4, 4e-4), "dppo": (0.2, 0.2)}  # low and high of each loss
 NEVER_SERVED = {"lm_head", "embed_tokens", "wte"}  # vLLM has no LoRA for these
 
 
@@ -28,12 +36,29 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     targets: Literal["all-linear"] | list[str] = "all-linear"  # which linear layers get LoRA
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # the engine's LoRA dtype
 
-    advantage: Literal["centred", "grpo", "leave_one_out"] = "centred"
+    advantage: Literal["centred", "grpo", "leave_one_out", "maxrl"] = "centred"
+    advantage_std: Literal["sample", "population", "batch"] = "sample"  # what "grpo" divides by
+    loss: Loss = "cispo"
     cispo_clip: Annotated[float, msgspec.Meta(gt=0)] = 5.0  # cap on the ratio learner/sampled
-    kl_coef: Annotated[float, msgspec.Meta(ge=0)] = 0.0  # of the KL to version 0; above 0 costs a pass more
+    clip_low: Share | None = None  # how far below 1 the ratio counts (dppo: of π); absent: the loss's own
+    clip_high: NotNegative | None = None  # how far above
+    dual_clip: Annotated[float, msgspec.Meta(gt=1)] | None = None  # ppo: cap on the ratio where A < 0
+    aggregation: Aggregation = "token_mean"  # how the losses of tokens become one number
+    aggregation_tokens: Positive = 2048  # "constant": tokens of a rollout that weighs one
+    kl_coef: NotNegative = 0.0  # of the KL to the reference; above 0 costs a forward pass more
+    kl_form: KlForm = "advantage"  # where the KL stands: in the advantage, or as a loss of its own
+    ref_refresh_steps: Positive | None = None  # so often the reference becomes the policy; absent: version 0
+    entropy_coef: NotNegative = 0.0  # of the entropy bonus
+    engine_correction: Literal["none", "truncated", "masked"] = "none"  # a weight for learner/engine apart
+    engine_correction_max: Annotated[float, msgspec.Meta(gt=0)] = 2.0  # of that weight
+    engine_correction_min: NotNegative = 0.0  # masked: a smaller one counts as 0
+    overlong_filter: bool = False  # drop rollouts whose reply or context was cut off; their reward compares
+    zero_variance_filter: bool = False  # drop groups whose rewards are equal, and wait for others
+    group_reward_min: float | None = None  # drop groups whose mean reward is lower: too hard
+    group_reward_max: float | None = None  # drop groups whose mean reward is higher: too easy
     lr: Annotated[float, msgspec.Meta(ge=0)] = 2e-5  # its peak
     lr_warmup_steps: Annotated[int, msgspec.Meta(ge=0)] = 0  # over which it rises to lr
-    lr_schedule: Literal["constant", "linear"] = "constant"  # after them; linear: to zero at steps_max
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"  # after them; to zero at steps_max
     betas: tuple[float, float] = (0.9, 0.95)  # of AdamW
     weight_decay: Annotated[float, msgspec.Meta(ge=0)] = 0.0
     clip_grad: Annotated[float, msgspec.Meta(gt=0)] = 1.0  # norm over all LoRA weights
@@ -62,10 +87,19 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         """Raise `ConfigError` on what the types cannot say."""
         if self.targets != "all-linear" and NEVER_SERVED.intersection(self.targets):
             raise ConfigError("train.targets: vLLM serves no LoRA on embeddings or the output head")
-        if self.lr_schedule == "linear" and self.steps_max is None:
-            raise ConfigError("train.lr_schedule: linear falls to zero at train.steps_max, which is not set")
+        if self.lr_schedule != "constant" and self.steps_max is None:
+            raise ConfigError(
+                f"train.lr_schedule: {self.lr_schedule} falls to zero at train.steps_max, which is not set"
+            )
         if self.steps_max is not None and self.lr_warmup_steps >= self.steps_max:
             raise ConfigError("train.lr_warmup_steps: must be less than train.steps_max")
+        if self.engine_correction_min >= self.engine_correction_max:
+            raise ConfigError("train.engine_correction_min: must be less than train.engine_correction_max")
+        if self.ref_refresh_steps is not None and not self.kl_coef:
+            raise ConfigError("train.ref_refresh_steps: there is no reference while train.kl_coef is 0")
+        least, most = self.group_reward_min, self.group_reward_max
+        if least is not None and most is not None and least >= most:
+            raise ConfigError("train.group_reward_min: must be less than train.group_reward_max")
 
     @property
     def alpha(self) -> float:
@@ -77,10 +111,27 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         """Optimizer steps of a batch in which every minibatch has an advantage."""
         return self.passes * self.minibatches
 
+    @property
+    def unless(self) -> GroupFilter:
+        """The groups that are not to be trained."""
+        return GroupFilter(
+            zero_variance=self.zero_variance_filter,
+            mean_min=self.group_reward_min,
+            mean_max=self.group_reward_max,
+        )
+
+    @property
+    def clip_range(self) -> tuple[float, float]:
+        """How far below and above the loss lets the ratio count."""
+        low, high = CLIP_RANGES.get(self.loss, (0.0, 0.0))
+        chosen = self.clip_low, self.clip_high
+        return low if chosen[0] is None else chosen[0], high if chosen[1] is None else chosen[1]
+
     def lr_at(self, step: int) -> float:
         """The learning rate of the optimizer step that follows `step` steps of the lineage."""
         if step < self.lr_warmup_steps:
             return self.lr * (step + 1) / (self.lr_warmup_steps + 1)
         if self.lr_schedule == "constant" or self.steps_max is None:
             return self.lr
-        return self.lr * max(0.0, (self.steps_max - step) / (self.steps_max - self.lr_warmup_steps))
+        left = max(0.0, (self.steps_max - step) / (self.steps_max - self.lr_warmup_steps))
+        return self.lr * (left if self.lr_schedule == "linear" else (1 - math.cos(math.pi * left)) / 2)

@@ -2,7 +2,8 @@
 
 GRPO with LoRA: centred advantages within a group, CISPO on the ratio learner/sampled, AdamW. Left
 out of the paper's GRPO: division by the standard deviation (`advantage = "grpo"` has it), the KL
-term (`kl_coef` has it), and length normalisation within a rollout: every owned token weighs the same.
+term (`kl_coef` has it), and length normalisation within a rollout: every owned token weighs the same
+(`aggregation = "sequence_mean"` has it). `preset = "grpo"` is the paper's.
 
 A batch commits before it is published. The checkpoint directory is complete on disk before the
 store's transaction names it; that transaction is the commit, and it fails for a learner whose lease
@@ -24,12 +25,14 @@ from capture.types import Batch, Commit, Lineage, Version
 from learner import canary, checkpoint, mismatch, publish
 from learner import groups as reading
 from learner.checkpoint import Checkpoint, State
+from learner.clock import Clock
 from learner.groups import Member
 from learner.lease import Lease
 from learner.metrics import Metrics
-from learner.model import Model, rounded
+from learner.model import Model, Tensors, rounded
 from learner.settings import Settings
-from learner.update import Abandoned, NonFinite, Sums, update
+from learner.sums import Sums
+from learner.update import Abandoned, NonFinite, update
 from learner.versions import Versions
 
 WRONG_ADAPTER_EVERY = 10  # batches between negative controls of the mismatch
@@ -125,12 +128,13 @@ class Learner:
             groups=self.settings.groups_per_batch,
             batch_wait_s=self.settings.batch_wait_s,
             staleness_max=self.settings.staleness_max,
+            unless=self.settings.unless,
         )
 
     def train(self, batch: Batch) -> None:
         """One batch, from its groups to a published version."""
         self.clock.lap("wait_s")
-        groups = reading.read(self.store, batch, self.settings.advantage)
+        groups = reading.read(self.store, batch, self.settings)
         numbers = reading.describe(groups) | self.staleness(groups)
         self.clock.lap("data_s")
         numbers |= self.compare(batch, groups)
@@ -151,8 +155,10 @@ class Learner:
         """The optimizer's steps; None: the batch was dropped, for it gave no finite gradient twice."""
         for attempt in (1, 2):
             try:
-                done = self.lineage.step
-                return update(self.settings, self.model, self.optimizer, groups, self.should_stop, done)
+                done, reference = self.lineage.step, self.reference(0)
+                return update(
+                    self.settings, self.model, self.optimizer, groups, self.should_stop, done, reference
+                )
             except NonFinite as error:
                 log.warning("batch %s, attempt %d: %s", batch.id, attempt, error)
                 self.restore(self.head)
@@ -166,10 +172,11 @@ class Learner:
         """Checkpoint, then the store's transaction. None: nothing had an advantage, so no new version."""
         self.lease.check()
         self.on_point("before_commit")
+        members = [member for group in groups for member in group]
         path = self.lineage.checkpoint or ""
         head = self.head
         if steps:
-            head = self.snapshot(self.state(batch, groups, steps))
+            head = self.snapshot(self.state(batch, groups, steps), self.reference(steps))
             path = str(checkpoint.save(head, self.checkpoints, self.lease.epoch).absolute())
             self.on_point("after_checkpoint")
         numbers |= self.clock.seconds | {"step": float(self.lineage.step + steps)}
@@ -181,9 +188,10 @@ class Learner:
                 epoch=self.lease.epoch,
                 step=self.lineage.step + steps,
                 checkpoint=path,
-                rows=[member.ledger_row() for group in groups for member in group],
+                rows=[member.ledger_row() for member in members if member.dropped is None],
                 metrics=numbers,
                 new_version=bool(steps),
+                dropped={member.rollout.id: member.dropped for member in members if member.dropped},
             )
         )
         self.on_point("after_commit")
@@ -224,10 +232,11 @@ class Learner:
         """Where checkpoints are written."""
         return Path(self.settings.checkpoint_dir)
 
-    def snapshot(self, state: State) -> Checkpoint:
-        """The weights, the optimizer and the RNG as they are now."""
+    def snapshot(self, state: State, reference: Tensors | None = None) -> Checkpoint:
+        """The weights, the optimizer and the RNG as they are now; `reference` of the KL, None: version 0."""
         return Checkpoint(
             adapter=self.model.adapter(),
+            reference=reference,
             optimizer=checkpoint.optimizer_tensors(self.optimizer, self.model.parameters),
             rng=torch.get_rng_state(),
             state=state,
@@ -240,10 +249,17 @@ class Learner:
         torch.set_rng_state(head.rng)
         self.head = head
 
+    def reference(self, steps: int) -> Tensors | None:
+        """What the KL penalty pulls to after so many steps more, as an adapter; None: version 0."""
+        every, done = self.settings.ref_refresh_steps, self.lineage.step
+        if every is None:
+            return None
+        return self.model.adapter() if (done + steps) // every > done // every else self.head.reference
+
     def state(self, batch: Batch, groups: Sequence[Sequence[Member]], steps: int) -> State:
         """What the new checkpoint says, with the canary of the version that it will become."""
         members = [member for group in groups for member in group]
-        trained = sorted((m for m in members if m.advantage), key=lambda m: -abs(m.advantage))
+        trained = sorted((m for m in members if m.signal), key=lambda m: -abs(m.signal))
         new = rounded(self.model.adapter(), self.settings.dtype)
         parent = self.versions.adapter(self.lineage.head_version)
         samples = [sample for member in trained for sample in member.samples[:1]]
@@ -293,18 +309,3 @@ class Learner:
             "staleness_max": float(max(behind.values(), default=0)),
             "sampling_versions": float(len(tokens)),
         }
-
-
-class Clock:
-    """Where the wall time of a batch goes. Commit and publish are those of the batch before."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {"commit_s": 0.0, "publish_s": 0.0}
-        self._last = time.monotonic()
-
-    def lap(self, name: str) -> float:
-        """The time since the last lap goes to `name`."""
-        now = time.monotonic()
-        self.seconds[name] = now - self._last
-        self._last = now
-        return self.seconds[name]

@@ -3,7 +3,7 @@
 from capture.errors import Conflict, NotFound
 from capture.sqlite.passive import GROUP_COLUMNS, group_from
 from capture.sqlite.rollouts import COLUMNS, Rollouts, from_json, rollout_from
-from capture.sqlite.training import LINEAGE_COLUMNS, lineage_from
+from capture.sqlite.takes import LINEAGE_COLUMNS, lineage_from
 from capture.store import BatchRow, Drop, History, WaitingCall
 from capture.types import Group, LedgerRow, Lineage, Rollout
 

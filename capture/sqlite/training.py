@@ -1,22 +1,19 @@
-"""Runs and batches: starting, taking, committing exactly once, ending."""
+"""Runs and batches: starting, committing exactly once, ending."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
 from capture.errors import Conflict, NotFound
-from capture.ids import new_id
 from capture.sqlite.drops import OWNED
-from capture.sqlite.rollouts import COLUMNS, from_json, rollout_from
-from capture.sqlite.versions import Versions
-from capture.types import Batch, Commit, Lineage, StepRow, Version
-
-LINEAGE_COLUMNS = "id, run_id, policy, start_version, head_version, step, checkpoint, ended"
+from capture.sqlite.rollouts import from_json
+from capture.sqlite.takes import LINEAGE_COLUMNS, Takes
+from capture.types import Commit, Lineage, StepRow, Version
 
 
-class Training(Versions):
-    """The methods of `capture.store.Store` for runs and for the learner."""
+class Training(Takes):
+    """The methods of `capture.store.Store` for runs and for the learner's commits."""
 
     # -- runs --------------------------------------------------------------------------------
 
@@ -59,12 +56,6 @@ class Training(Versions):
             raise NotFound(f"no run {run_id}")
         settings: dict[str, Any] = from_json(text)
         return settings
-
-    def lineage(self, run_id: str) -> Lineage:
-        row = self._row(f"SELECT {LINEAGE_COLUMNS} FROM lineages WHERE run_id = ?", (run_id,))
-        if row is None:
-            raise NotFound(f"no run {run_id}")
-        return lineage_from(row)
 
     def latest_run(self) -> str | None:
         found = self._value("SELECT id FROM runs ORDER BY created_at DESC, id DESC LIMIT 1")
@@ -112,75 +103,6 @@ class Training(Versions):
 
     # -- batches -----------------------------------------------------------------------------
 
-    def take_batch(
-        self, run_id: str, *, epoch: int, groups: int, batch_wait_s: float, staleness_max: int
-    ) -> Batch | None:
-        with self._write():
-            lineage = self.lineage(run_id)
-            self._fence(f"learner:{lineage.policy}", epoch)
-            taken = self._row(
-                "SELECT id, taken_at FROM batches WHERE run_id = ? AND state = 'taken' ORDER BY id", (run_id,)
-            )
-            if taken is not None:
-                return self._batch(taken[0], run_id, taken[1])
-            self._drop_stale(lineage, staleness_max)
-            ready = self._rows(
-                "SELECT id, closed_at FROM groups WHERE run_id = ? AND state = 'closed' AND NOT EXISTS "
-                "(SELECT 1 FROM rollouts WHERE group_id = groups.id AND rescore = 1) "
-                "ORDER BY closed_at, id LIMIT ?",
-                (run_id, groups),
-            )
-            now = self.now()
-            if not ready or (len(ready) < groups and now - ready[0][1] < batch_wait_s):
-                return None
-            return self._take(run_id, [row[0] for row in ready], now)
-
-    def _take(self, run_id: str, group_ids: Sequence[str], now: float) -> Batch:
-        batch_id = new_id("b")
-        self._db.execute(
-            "INSERT INTO batches (id, run_id, state, taken_at) VALUES (?, ?, 'taken', ?)",
-            (batch_id, run_id, now),
-        )
-        for group_id in group_ids:
-            self._db.execute(
-                "UPDATE groups SET state = 'taken', batch_id = ? WHERE id = ?", (batch_id, group_id)
-            )
-            self._db.execute(
-                "UPDATE rollouts SET state = 'taken', batch_id = ? WHERE group_id = ? AND state = 'grouped'",
-                (batch_id, group_id),
-            )
-        return self._batch(batch_id, run_id, now)
-
-    def _batch(self, batch_id: str, run_id: str, taken_at: float) -> Batch:
-        rows = self._rows(f"SELECT {COLUMNS} FROM rollouts WHERE batch_id = ? ORDER BY id", (batch_id,))
-        order = self._rows("SELECT id FROM groups WHERE batch_id = ? ORDER BY closed_at, id", (batch_id,))
-        groups: dict[str | None, list[Any]] = {row[0]: [] for row in order}
-        for row in rows:
-            rollout = rollout_from(row)
-            groups[rollout.group_id].append(rollout)
-        return Batch(id=batch_id, run_id=run_id, taken_at=taken_at, groups=list(groups.values()))
-
-    def _drop_stale(self, lineage: Lineage, staleness_max: int) -> None:
-        """Drop closed groups in which some version is not among the newest of the lineage. Who is observed
-        may be served another one from call to call."""
-        fresh: list[int] = []
-        version: int | None = lineage.head_version
-        while version is not None and len(fresh) <= staleness_max:
-            fresh.append(version)
-            version = self._value(
-                "SELECT parent FROM versions WHERE policy = ? AND version = ?", (lineage.policy, version)
-            )
-        old = f"NOT IN ({', '.join('?' * len(fresh))})"
-        stale = self._rows(
-            "SELECT DISTINCT groups.id FROM groups JOIN rollouts ON rollouts.group_id = groups.id "
-            "WHERE groups.run_id = ? AND groups.state = 'closed' AND rollouts.state = 'grouped' "
-            f"AND (coalesce(rollouts.policy_version, -1) {old} OR (passive AND EXISTS (SELECT 1 FROM calls "
-            f"WHERE rollout_id = rollouts.id AND excluded IS NULL AND calls.policy_version {old})))",
-            (lineage.run_id, *fresh, *fresh),
-        )
-        for row in stale:
-            self._drop_group(row[0], "stale")
-
     def commit_batch(self, commit: Commit) -> Version | None:
         with self._write():
             lineage = self.lineage(commit.run_id)
@@ -195,11 +117,23 @@ class Training(Versions):
                 return None if row[1] is None else self._version(lineage.policy, row[1])
             if row[0] != "taken" or commit.lineage != lineage.id:
                 raise Conflict(f"batch {commit.batch_id} is {row[0]}, its lineage is {lineage.id}")
+            self._drop_left_out(commit)
             self._write_ledger(commit)
             version = self._new_version(lineage, commit) if commit.new_version else None
             head = lineage.head_version if version is None else version.version
             self._finish_batch(commit, head, None if version is None else head)
             return version
+
+    def _drop_left_out(self, commit: Commit) -> None:
+        """What the learner left out of the batch leaves it before anything is counted."""
+        for rollout_id, reason in commit.dropped.items():
+            found = self._rows(
+                "UPDATE rollouts SET batch_id = NULL WHERE id = ? AND batch_id = ? RETURNING id",
+                (rollout_id, commit.batch_id),
+            )
+            if not found:
+                raise Conflict(f"batch {commit.batch_id} has no rollout {rollout_id} to leave out")
+            self._drop([rollout_id], reason)
 
     def _write_ledger(self, commit: Commit) -> None:
         """One row for every rollout of the batch, its tokens those that its calls have."""
@@ -312,8 +246,3 @@ class Training(Versions):
             "SELECT body FROM metrics WHERE run_id = ? AND kind = ? ORDER BY id", (run_id, kind)
         )
         return [from_json(row[0]) for row in rows]
-
-
-def lineage_from(row: tuple[Any, ...]) -> Lineage:
-    """A row of the table `lineages` as a Lineage."""
-    return Lineage(**dict(zip(LINEAGE_COLUMNS.split(", "), (*row[:-1], bool(row[-1])), strict=True)))

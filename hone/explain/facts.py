@@ -14,7 +14,7 @@ from capture.graph import CallGraph, Node, build, fates, samples
 from capture.reasons import NOT_FOR_TRAINING
 from capture.store import History
 from capture.types import LedgerRow, ModelCall, Rollout, Version
-from learner.advantage import Kind, advantages
+from learner.advantage import Kind, Std, advantages
 from rewards.groups import current
 
 TRAINED, ZERO_ADVANTAGE, PENDING = "trained", "zero_advantage", "pending"
@@ -186,7 +186,8 @@ def count_tokens(calls: Sequence[CallView]) -> TokenCount:
 
 
 def member_advantages(facts: Facts) -> dict[str, float]:
-    """Rollout id -> advantage: the ledger's, else what the learner will give a closed group's members."""
+    """Rollout id -> advantage: the ledger's, else what the learner will give a closed group's members, as
+    far as their rewards alone say it."""
     history = facts.history
     if history.ledger:
         return {rollout_id: row.advantage for rollout_id, row in history.ledger.items()}
@@ -195,7 +196,11 @@ def member_advantages(facts: Facts) -> dict[str, float]:
     if len(rewards) < 2 or len(rewards) != len(members):
         return {}
     kind: Kind = facts.setting("train.advantage") or "centred"
-    return dict(zip((member.id for member in members), advantages(rewards, kind), strict=True))
+    std: Std = facts.setting("train.advantage_std") or "sample"
+    if kind == "grpo" and std == "batch":
+        return {}  # no batch has it yet
+    given = advantages(rewards, kind, std)
+    return dict(zip((member.id for member in members), given, strict=True))
 
 
 def alive_members(history: History) -> list[Rollout]:

@@ -32,6 +32,10 @@ SETTINGS = {
     "group_deadline": "rewards.group_deadline_s",
     "stale": "train.staleness_max",
     "nonfinite": "train.lr",
+    "zero_variance": "train.zero_variance_filter",
+    "too_hard": "train.group_reward_min",
+    "too_easy": "train.group_reward_max",
+    "overlong": "train.overlong_filter",
     "run_ended": "train.steps_max",
 }
 """Reason -> the setting that would change it; reasons that no setting changes are not here."""
