@@ -1,8 +1,8 @@
 """Presets: named defaults for `hone.toml`. What the file or the environment says wins over them.
 
 `a` and `b` are settings of whole runs; the others say how their papers compare, weigh and bound, and leave
-sizes and rates alone. What differs from the papers' code: N is counted before anything is filtered, and the KL
-penalty of `grpo` is r · k3, whose gradient is that of the KL.
+sizes and rates alone. What differs from the papers: tokens are counted before anything is filtered, and the
+KL penalty of `grpo` is r · k3, whose gradient is that of the KL, not k3.
 """
 
 from collections.abc import Mapping
@@ -77,7 +77,7 @@ PRESETS: Final[dict[str, dict[str, dict[str, Any]]]] = {
 def apply(tables: Mapping[str, dict[str, Any]]) -> None:
     """Give the sections of a file the defaults of the preset that `train.preset` names."""
     name = tables["train"].get("preset", "hone")
-    if name not in PRESETS:
+    if not isinstance(name, str) or name not in PRESETS:
         raise ConfigError(f"train.preset: {name!r} is none of {', '.join(PRESETS)}")
     for section, values in PRESETS[name].items():
         for key, value in values.items():

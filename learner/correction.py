@@ -4,8 +4,8 @@ With π₀ the learner when the batch began and μ the engine at sampling, π / 
 bounds the first factor, which is how far the learner moved. The second, mismatch and staleness, becomes a
 constant weight of the token (Yao et al., 2025):
 
-* truncated: min(π₀ / μ, c)
-* masked: π₀ / μ, and 0 where that is outside [least, c]
+* truncated: π₀ / μ within [least, most]
+* masked: π₀ / μ, and 0 where that is outside
 """
 
 import torch
@@ -20,8 +20,8 @@ def factors(settings: Settings, start_logprobs: Tensor, sampled_logprobs: Tensor
     `start_logprobs` log π₀ [M], `sampled_logprobs` log μ [M]; neither has a gradient.
     """
     ratios = torch.exp(start_logprobs - sampled_logprobs)
-    above = ratios > settings.engine_correction_max
+    bounded = ratios.clamp(settings.engine_correction_min, settings.engine_correction_max)
+    outside = bounded != ratios
     if settings.engine_correction == "truncated":
-        return ratios.clamp(max=settings.engine_correction_max), above
-    outside = above | (ratios < settings.engine_correction_min)
+        return bounded, outside
     return torch.where(outside, 0.0, ratios), outside

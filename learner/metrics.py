@@ -62,9 +62,7 @@ CATALOGUE = (
     gauge("loss", "Loss, mean over the batch's optimizer steps."),
     gauge("grad_norm", "Gradient norm before clipping, mean over steps."),
     gauge("learning_rate", "Learning rate, mean over the batch's optimizer steps.", "lr"),
-    gauge(
-        "ratio_mean", "Mean of the loss's ratio over trained tokens: learner/sampled by default."
-    ),
+    gauge("ratio_mean", "Mean of the loss's ratio over trained tokens: learner/sampled by default."),
     gauge("ratio_max", "Largest such ratio."),
     gauge("clip_fraction", "Share of trained tokens whose ratio the loss bounds or masks."),
     gauge("correction_fraction", "Share of trained tokens at the bounds of train.engine_correction."),

@@ -50,8 +50,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ref_refresh_steps: Positive | None = None  # so often the reference becomes the policy; absent: version 0
     entropy_coef: NotNegative = 0.0  # of the entropy bonus
     engine_correction: Literal["none", "truncated", "masked"] = "none"  # a weight for learner/engine apart
-    engine_correction_max: Annotated[float, msgspec.Meta(gt=0)] = 2.0  # of that weight
-    engine_correction_min: NotNegative = 0.0  # masked: a smaller one counts as 0
+    engine_correction_max: Annotated[float, msgspec.Meta(gt=0)] = 2.0  # what that weight is truncated to,
+    engine_correction_min: NotNegative = 0.0  # or past which it is 0 (masked)
     overlong_filter: bool = False  # drop rollouts whose reply or context was cut off; their reward compares
     zero_variance_filter: bool = False  # drop groups whose rewards are equal, and wait for others
     group_reward_min: float | None = None  # drop groups whose mean reward is lower: too hard

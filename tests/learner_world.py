@@ -122,6 +122,7 @@ class Attempt:
         self.version = 0
         self.temperature = 1.0
         self.observation = [3, 4]  # tokens between turns
+        self.finish_reason = "stop"  # of the last turn
 
     def sampled_by(
         self, model: Model, adapter: Tensors | None, version: int, temperature: float
@@ -244,6 +245,7 @@ class World:
             sampled_logprobs=attempt.logprobs[turn],
             prompt_tokens=len(prompt),
             completion_tokens=len(sampled),
+            finish_reason=attempt.finish_reason if turn == len(attempt.turns) - 1 else "stop",
             body_hash=raw.body_hash,
         )
         self.store.save_calls([call], {})

@@ -12,7 +12,7 @@ from capture.errors import Conflict
 from capture.frames import pack
 from capture.graph import build, fates, samples
 from capture.sqlite import SqliteStore
-from capture.types import Commit, LedgerRow
+from capture.types import Commit, GroupFilter, LedgerRow
 
 RUN = "run1"
 MODES = st.sampled_from(["train", "train", "train", "eval", "observe"])
@@ -202,15 +202,16 @@ class Walk(RuleBasedStateMachine):
         event("observed a scenario")
         return multiple(*ids)
 
-    @rule(staleness=st.integers(0, 2), groups=st.integers(1, 3))
-    def take(self, staleness, groups):
-        wanted = {"groups": groups, "batch_wait_s": 0.0, "staleness_max": staleness}
+    @rule(staleness=st.integers(0, 2), groups=st.integers(1, 3), equal=st.booleans())
+    def take(self, staleness, groups, equal):
+        unless = GroupFilter(zero_variance=equal)
+        wanted = {"groups": groups, "batch_wait_s": 0.0, "staleness_max": staleness, "unless": unless}
         batch = self.store.take_batch(RUN, epoch=self.epoch, **wanted)
         if batch is not None:
             assert self.store.take_batch(RUN, epoch=self.epoch, **wanted) == batch
 
-    @rule(zero=st.booleans())
-    def learn(self, zero):
+    @rule(zero=st.booleans(), left_out=st.integers(0, 2))
+    def learn(self, zero, left_out=0):
         batch = self.store.take_batch(RUN, epoch=self.epoch, groups=2, batch_wait_s=0.0, staleness_max=2)
         if batch is None:
             return
@@ -226,9 +227,10 @@ class Walk(RuleBasedStateMachine):
             epoch=self.epoch,
             step=self.store.lineage(RUN).step + 1,
             checkpoint="c",
-            rows=rows,
+            rows=rows[left_out:],
             metrics={},
             new_version=not zero,
+            dropped={row.rollout_id: "overlong" for row in rows[:left_out]},
         )
         assert self.store.commit_batch(commit) == self.store.commit_batch(commit)
         event("committed a batch")

@@ -148,6 +148,23 @@ def test_resume_is_bit_exact(base: Path, tmp_path: Path) -> None:
     assert same(ends[0].optimizer, ends[1].optimizer)
 
 
+def test_the_reference_moves_every_so_many_steps_and_survives_a_restart(base: Path, tmp_path: Path) -> None:
+    changes = {"kl_coef": 0.5, "ref_refresh_steps": 2}
+    whole = world_with(tmp_path / "whole.db", 8)
+    run(settings(base, tmp_path / "a", steps_max=4, **changes), whole.path, whole.run_id, whole.policy, never)
+    kls = [row.metrics["kl"] for row in whole.store.steps(whole.run_id)]
+    assert [kl > 1e-9 for kl in kls] == [False, True, False, True]  # from itself it is not far
+    still = world_with(tmp_path / "still.db", 8)
+    run(settings(base, tmp_path / "c", steps_max=4, kl_coef=0.5), still.path, still.run_id, "policy", never)
+    assert [row.metrics["kl"] > 1e-9 for row in still.store.steps(still.run_id)] == [False, True, True, True]
+    parts = world_with(tmp_path / "parts.db", 8)
+    for steps in (1, 2, 3, 4):
+        config = settings(base, tmp_path / "b", steps_max=steps, **changes)
+        run(config, parts.path, parts.run_id, parts.policy, never)
+    assert same(weights(newest(whole)), weights(newest(parts)))
+    assert not same(weights(newest(whole)), weights(newest(still)))
+
+
 def committed(world: World, batches: int) -> bool:
     return len(world.store.steps(world.run_id)) == batches
 

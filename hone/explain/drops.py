@@ -7,7 +7,7 @@ from capture.reasons import DROPPED
 from capture.types import Rollout
 from hone.explain.facts import Facts, alive_members, behind, head_at
 from hone.explain.passive import alone, lonely
-from hone.explain.words import Verdict, count, error_line, named, sentence_of, shortened, version_of
+from hone.explain.words import SETTINGS, Verdict, count, error_line, named, sentence_of, shortened, version_of
 from rewards.groups import MEMBERS_MIN
 
 _RETRIES = "train.infrastructure_retries"
@@ -26,7 +26,7 @@ def _plain(facts: Facts) -> Verdict:
     if reason == facts.history.run_end_reason:
         return _run_ended(facts, reason)
     why = f"{sentence_of(reason)} ({reason})" if reason in DROPPED else f"it was dropped ({reason})"
-    return Verdict(kind=reason, sentence=f"Not trained: {why}.")
+    return Verdict(kind=reason, sentence=f"Not trained: {why}.", setting=SETTINGS.get(reason))
 
 
 def _run_ended(facts: Facts, reason: str) -> Verdict:
