@@ -39,7 +39,7 @@ def update(
     adapter that a KL penalty pulls to; None: the bare base, which is version 0.
     """
     sums = Sums()
-    start = model.adapter()
+    start = model.adapter() if settings.engine_correction != "none" else None
     minibatches = [
         Minibatch(settings, model, members, reference, start)
         for members in split(groups, settings.minibatches)
