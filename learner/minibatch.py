@@ -36,8 +36,8 @@ class Minibatch:
         reference: Tensors | None,
         start: Tensors | None,
     ) -> None:
-        """`reference` of the KL, None: the bare base; `start`, for the engine's correction: the adapter as the
-        batch began."""
+        """`reference` of the KL, None: the bare base; `start`: the adapter as the batch began, for
+        `engine_correction`."""
         self._settings, self._model = settings, model
         self.scored = weigh(settings, members)
         self._lengths = torch.tensor([max(one.owned, 1) for one in members], device=model.device)

@@ -110,7 +110,7 @@ class Model:
             use_cache=False,
             tree=micro.tree,
         ).last_hidden_state[0]  # [N, d]
-        return hidden.index_select(0, micro.predictors)  # type: ignore[no-any-return]
+        return hidden.index_select(0, micro.predictors)
 
     def adapter(self) -> Tensors:
         """A copy of the adapter's master weights."""

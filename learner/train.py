@@ -31,6 +31,7 @@ from learner.lease import Lease
 from learner.metrics import Metrics
 from learner.model import Model, Tensors, rounded
 from learner.settings import Settings
+from learner.staleness import staleness
 from learner.sums import Sums
 from learner.update import Abandoned, NonFinite, update
 from learner.versions import Versions
@@ -135,7 +136,7 @@ class Learner:
         """One batch, from its groups to a published version."""
         self.clock.lap("wait_s")
         groups = reading.read(self.store, batch, self.settings)
-        numbers = reading.describe(groups) | self.staleness(groups)
+        numbers = reading.describe(groups) | staleness(groups, self.versions, self.lineage)
         self.clock.lap("data_s")
         numbers |= self.compare(batch, groups)
         self.clock.lap("mismatch_s")
@@ -155,10 +156,8 @@ class Learner:
         """The optimizer's steps; None: the batch was dropped, for it gave no finite gradient twice."""
         for attempt in (1, 2):
             try:
-                done, reference = self.lineage.step, self.reference(0)
-                return update(
-                    self.settings, self.model, self.optimizer, groups, self.should_stop, done, reference
-                )
+                done, stop = self.lineage.step, self.should_stop
+                return update(self.settings, self.model, self.optimizer, groups, stop, done, self.reference())
             except NonFinite as error:
                 log.warning("batch %s, attempt %d: %s", batch.id, attempt, error)
                 self.restore(self.head)
@@ -176,7 +175,7 @@ class Learner:
         path = self.lineage.checkpoint or ""
         head = self.head
         if steps:
-            head = self.snapshot(self.state(batch, groups, steps), self.reference(steps))
+            head = self.snapshot(self.state(batch, groups, steps), self.next_reference(steps))
             path = str(checkpoint.save(head, self.checkpoints, self.lease.epoch).absolute())
             self.on_point("after_checkpoint")
         numbers |= self.clock.seconds | {"step": float(self.lineage.step + steps)}
@@ -249,8 +248,16 @@ class Learner:
         torch.set_rng_state(head.rng)
         self.head = head
 
-    def reference(self, steps: int) -> Tensors | None:
-        """What the KL penalty pulls to after so many steps more, as an adapter; None: version 0."""
+    def reference(self) -> Tensors | None:
+        """What the KL penalty pulls to, as an adapter; None: the bare base."""
+        if not self.settings.kl_coef:
+            return None
+        if self.settings.ref_refresh_steps is None or self.head.reference is None:
+            return self.versions.adapter(0)
+        return self.head.reference
+
+    def next_reference(self, steps: int) -> Tensors | None:
+        """The same after so many steps more, where it is not version 0 any longer."""
         every, done = self.settings.ref_refresh_steps, self.lineage.step
         if every is None:
             return None
@@ -294,18 +301,3 @@ class Learner:
             wrong = mismatch.measure(self.model, chosen[newest], newest, None, limit)
             self.controls += 1
         return mismatch.report(found, wrong) | {"mismatch_missing": float(len(chosen) - len(found))}
-
-    def staleness(self, groups: Sequence[Sequence[Member]]) -> dict[str, float]:
-        """How far behind the head the batch's owned tokens were sampled."""
-        head = self.versions.distance(self.lineage.head_version)
-        tokens: dict[int, int] = {}
-        for sample in (sample for group in groups for member in group for sample in member.samples):
-            for version, count in mismatch.sampled_tokens(sample).items():
-                tokens[version] = tokens.get(version, 0) + count
-        behind = {version: head - self.versions.distance(version) for version in tokens}
-        total = sum(tokens.values())
-        return {
-            "staleness_mean": sum(behind[v] * n for v, n in tokens.items()) / total if total else 0.0,
-            "staleness_max": float(max(behind.values(), default=0)),
-            "sampling_versions": float(len(tokens)),
-        }

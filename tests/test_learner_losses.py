@@ -14,7 +14,7 @@ from torch import Tensor
 
 from learner import kl
 from learner.aggregate import divisors
-from learner.logprobs import token_logprobs, token_scores
+from learner.logprobs import chunk_scores, token_logprobs, token_scores
 from learner.objective import Known, Objective, log_sequence_ratios, objective
 from learner.settings import Settings
 
@@ -64,12 +64,11 @@ def made(
         return torch.tensor(values, dtype=torch.float64)
 
     logits = column([token.logits for token in tokens]).requires_grad_()  # type: ignore[arg-type]
-    logprobs, entropies = token_scores(
+    logprobs, entropies = chunk_scores(
         logits,
         torch.eye(logits.shape[1], dtype=torch.float64),
         torch.tensor([token.target for token in tokens]),
         column([token.temperature for token in tokens]),
-        3,
     ).unbind(1)
     known = Known(
         sampled=column([token.sampled for token in tokens]),
