@@ -20,6 +20,7 @@ OTHER_POLICY: Final = "other_policy"
 LATE: Final = "late"
 UNDELIVERED: Final = "undelivered"
 SUPERSEDED: Final = "superseded"
+JUDGE: Final = "judge"
 
 UNTRAINABLE: Final[dict[str, str]] = {
     PROVIDER: "The call went to a model that is not being trained.",
@@ -59,6 +60,7 @@ DROPPED: Final[dict[str, str]] = {
     "group_deadline": "The group closed at its deadline while this rollout was still running.",
     "replaced": "Another attempt of the same rollout took its place.",
     "stale": "The policy has moved on too far since these tokens were sampled.",
+    JUDGE: "It is a judge's own: a reward script asked it about another rollout.",
     "nonfinite": "The batch gave a gradient that is not finite, twice.",
 }
 """Reasons for which rollouts are dropped -> sentence; ending a run and closing a group may give others."""
