@@ -266,10 +266,12 @@ class Store(Protocol):
         *,
         scenario_id: str | None = None,
         passive: bool = False,
+        aside: str | None = None,
     ) -> None:
         """sealed -> ingested; records which calls are excluded and why. A rollout that names no scenario gets
         `scenario_id`. With `passive` an observed one that names no group and no run is for training from
-        now on, in the policy's live run, if the policy answered it; without such a run it stays observed."""
+        now on, in the policy's live run, if the policy answered it; without such a run it stays observed.
+        With `aside` an observed one is dropped for that reason: it is neither scored nor trained."""
 
     def scoreable(self, limit: int = 100) -> list[Rollout]:
         """Rollouts in state ingested, and scored or grouped ones for which a score was posted since."""

@@ -35,7 +35,8 @@ def _distribution(axes: Any, report: Report) -> None:
 
 def _scenarios(axes: Any, report: Report, rows: list[Row]) -> None:
     """A dot for each reward, a dash for each scenario's mean."""
-    shown = report.scenarios[:SCENARIOS_SHOWN]
+    several = [row for row in report.scenarios if row.attempts > 1] or report.scenarios
+    shown = several[:SCENARIOS_SHOWN]
     at = {row.scenario_id: number for number, row in enumerate(shown)}
     scored = [row for row in rows if row.scenario_id in at and row.reward is not None]
     across = [at[row.scenario_id or ""] for row in scored]
