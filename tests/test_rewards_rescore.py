@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from capture_makers import POLICY
 from explain_world import World, passive_world
+from proxy_world import until
 
-from capture.errors import Conflict, RewardFrozen
+from capture.errors import ConfigError, Conflict, RewardFrozen
 from capture.sqlite import SqliteStore
 from capture.store import Rescored, Store
 from rewards.rescore import Plan, Rescorer, Rescoring, Unit
@@ -247,8 +248,7 @@ async def test_what_happens_meanwhile_is_noticed(tmp_path: Path, what: str) -> N
         world.played("b", 0.25)
         world.group()
         job = asyncio.create_task(rescored(world.store, tmp_path, SLOW))
-        while not (tmp_path / "began_b").exists():
-            await asyncio.sleep(0.01)
+        await until((tmp_path / "began_b").exists, 60.0)
         if what == "taken":
             world.take()
         elif what == "posted":
@@ -272,8 +272,6 @@ async def test_what_happens_meanwhile_is_noticed(tmp_path: Path, what: str) -> N
 
 
 async def test_a_script_that_is_edited_meanwhile_ends_it(tmp_path: Path) -> None:
-    from capture.errors import ConfigError
-
     with played(tmp_path) as world:
         world.played("a", 0.5, group=None, mode="eval")
         path = tmp_path / "reward.py"
