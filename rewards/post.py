@@ -39,8 +39,8 @@ def post(url: str, body: bytes, headers: dict[str, str], timeout_s: float) -> tu
 
     def cut() -> None:
         late.set()
-        if opened is not None:
-            _shut(opened)
+        if (held := opened or connection.sock) is not None:  # without `opened` it still shakes hands
+            _shut(held)
 
     opened: socket.socket | None = None
     timer = threading.Timer(timeout_s, cut)
