@@ -6,6 +6,7 @@ Groups are those that were declared; rollouts without one are compared as a run 
 
 import math
 import statistics
+from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 
@@ -155,7 +156,7 @@ def histogram(values: Sequence[float]) -> list[Bar]:
         return [Bar(value, value, count) for value, count in sorted(counts.items())]
     low, width = min(values), (max(values) - min(values)) / BINS
     edges = [*(low + n * width for n in range(BINS)), max(values)]
-    places = Counter(min(BINS - 1, int((value - low) / width)) for value in values)
+    places = Counter(min(bisect_right(edges, value), BINS) - 1 for value in values)
     return [Bar(edges[n], edges[n + 1], places[n]) for n in range(BINS)]
 
 

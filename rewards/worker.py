@@ -198,8 +198,9 @@ def load(path: str) -> tuple[Callable[[Any], Any], dict[str, float]]:
     """Import the script as a module of its directory; its `reward` and its `WEIGHTS`."""
     sys.path[0] = os.path.dirname(path)
     name = os.path.splitext(os.path.basename(path))[0]
-    last = 0 if name == "rewards" else len(sys.meta_path)  # a neighbour of that name comes first
-    sys.meta_path.insert(last, Helpers())
+    neighbours = {os.path.join(sys.path[0], one) for one in ("rewards", "rewards.py")}
+    if not any(map(os.path.exists, neighbours - {path})):  # one of the user's own comes first
+        sys.meta_path.insert(0, Helpers())
     name = f"reward_script_{name}" if name in sys.modules or name == "rewards" else name
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:

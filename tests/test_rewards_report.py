@@ -36,9 +36,9 @@ def test_numbers() -> None:
 def test_few_values_have_a_bar_each_and_many_share_ten() -> None:
     assert histogram([1.0, 0.0, 1.0]) == [Bar(0.0, 0.0, 1), Bar(1.0, 1.0, 2)]
     assert histogram([]) == []
-    bars = histogram([n / 20 for n in range(21)])
+    bars = histogram([n / 2 for n in range(21)])
     assert [bar.count for bar in bars] == [2] * 9 + [3]
-    assert (bars[0].low, bars[-1].high, sum(bar.count for bar in bars)) == (0.0, 1.0, 21)
+    assert (bars[0].low, bars[-1].high, sum(bar.count for bar in bars)) == (0.0, 10.0, 21)
 
 
 def test_declared_groups_as_they_were_and_others_by_scenario() -> None:

@@ -114,7 +114,7 @@ async def test_a_group_is_scored_whole_or_not_at_all(tmp_path: Path) -> None:
         done = await rescored(world.store, tmp_path)
         assert (done.rollouts, done.left_alone) == (1, {"broken": 3})
         assert sorted(failure.rollout_ids[0] for failure in done.failures) == ["bad1", "bad2"]
-        assert "ValueError: bad1" in done.failures[0].error
+        assert sorted(failure.error.split()[-1] for failure in done.failures) == ["bad1", "bad2"]
         assert rewards(world.store, "bad1", "good1", "good2", "bad2") == [0.5, 0.25, 5.0, 0.75]
 
 
@@ -157,6 +157,7 @@ async def test_what_a_broken_script_cost_comes_back_while_its_group_is_open(tmp_
         world.ingest()
         world.score("runs", 0.5)
         world.group()
+        world.train()
         world.train()
         assert world.store.rollout("back").state == "trained"
 
@@ -216,6 +217,7 @@ def test_the_store_refuses_what_would_break_a_promise(tmp_path: Path) -> None:
             store.rescore([new("a"), new("b")])
         with pytest.raises(ValueError, match="not a finite number"):
             store.rescore([new("a", reward=float("nan"))])
+        world.score("a", 0.5)  # control has seen what was posted
         world.open("c", "g_2")
         with pytest.raises(Conflict, match="c is open"):
             store.rescore([new("c")])
@@ -267,7 +269,7 @@ async def test_what_happens_meanwhile_is_noticed(tmp_path: Path, what: str) -> N
             assert (done.rollouts, done.left_alone) == (2, {})
             assert rewards(world.store, "a", "b") == [10.0, 9.0]
         else:
-            assert (done.rollouts, done.left_alone) == (3, {})
+            assert (done.rollouts, done.left_alone) == (3, {"unfinished": 1})  # as it was at first
             assert rewards(world.store, "a", "b", "c") == [9.0, 9.0, 9.0]
 
 

@@ -66,8 +66,8 @@ def test_what_a_judge_asked_is_neither_scored_nor_trained(tmp_path: Path) -> Non
         judged = world.store.rollout("judged")
         assert (judged.state, judged.drop_reason, judged.for_training) == ("dropped", "judge", False)
         assert world.why("judged") == (
-            "Not for training: it is a judge's own: a reward script asked it about another rollout, so nothing "
-            "scores it.",
+            "Not for training: it is a judge's own: a reward script asked it about another rollout, so "
+            "nothing scores it.",
             None,
         )
         assert world.store.balance(POLICY).not_for_training == {"observe": 5}

@@ -23,7 +23,8 @@ class Rescoring(Scoring):
             rollouts = [self._replaceable(one) for one in rescored]
             for one, rollout in zip(rescored, rollouts, strict=True):
                 self._replace(one, rollout, group_size)
-            self._refuse_parts({rollout.group_id for rollout in rollouts}, rescored)
+            compared = [one for one in rollouts if one.for_training and one.group_id is not None]
+            self._refuse_parts([self.rollout(one.id) for one in compared], rescored)
 
     def _replaceable(self, one: Rescored) -> Rollout:
         rollout = self.rollout(one.rollout_id)
@@ -59,15 +60,15 @@ class Rescoring(Scoring):
             return False
         return rollout.passive if rollout.group_id is None else self.group(rollout.group_id).state == "open"
 
-    def _refuse_parts(self, group_ids: set[str | None], rescored: Sequence[Rescored]) -> None:
-        """No group in the pipeline may have a scored member that is not among these."""
-        hashes = {one.rollout_id: one.script_hash for one in rescored}
-        for group_id in group_ids - {None}:
+    def _refuse_parts(self, rollouts: Sequence[Rollout], rescored: Sequence[Rescored]) -> None:
+        """No group in the pipeline may keep a member with the score of another script."""
+        hashes = {one.script_hash for one in rescored}
+        for group_id in {one.group_id for one in rollouts if one.drop_reason is None}:
             rows = self._rows(
                 "SELECT id, script_hash FROM rollouts WHERE group_id = ? AND for_training "
                 "AND drop_reason IS NULL AND state IN ('scored', 'grouped')",
                 (group_id,),
             )
             for rollout_id, script_hash in rows:
-                if rollout_id not in hashes and script_hash not in hashes.values():
+                if script_hash not in hashes:
                     raise Conflict(f"group {group_id}: {rollout_id} would keep the score of another script")
