@@ -15,6 +15,9 @@ from serving import serving
 
 from proxy.settings import Route
 from rewards.judge import SCENARIO, Judge, JudgeError, Verdict
+from rewards.pool import Pool
+from rewards.script import Failed
+from rewards.settings import Settings
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -200,3 +203,42 @@ async def test_through_the_proxy_it_is_captured_under_its_own_name(tmp_path: Pat
             [rollout] = running.store.rollouts()
             assert (rollout.mode, rollout.scenario_id, rollout.headless) == ("observe", SCENARIO, True)
     assert oracle.asked[0]["model"] == "real"
+
+
+SCRIPT = """
+from rewards.judge import Judge
+
+JUDGE = Judge("Right?", base_url={url!r}, retries=1, timeout_s=1.0)
+
+def reward(trace):
+    return JUDGE(trace["text"]).score
+"""
+
+
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [(lambda: said("Well."), "the judge gave no"), (None, "nothing whole within")],
+    ids=["garbage", "hangs"],
+)
+async def test_in_a_script_no_verdict_is_a_reward_error(
+    tmp_path: Path, answer: Callable[[], web.Response] | None, why: str
+) -> None:
+    async def handler(request: web.Request) -> web.StreamResponse:
+        if answer is None:
+            await asyncio.sleep(600)
+            raise AssertionError
+        return answer()
+
+    script = tmp_path / "reward.py"
+    async with judging(handler) as url:
+        script.write_text(SCRIPT.format(url=url))
+        pool = Pool(Settings(script=str(script), timeout_s=60.0, workers=1))
+        await pool.start()
+        try:
+            outcome = await pool.score({"text": "x"})
+        finally:
+            await pool.close()
+        assert pool.restarts == 0
+    assert isinstance(outcome, Failed)
+    assert "JudgeError: 0 of 1 votes came to a verdict;" in outcome.error
+    assert why in outcome.error
