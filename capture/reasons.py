@@ -20,6 +20,7 @@ OTHER_POLICY: Final = "other_policy"
 LATE: Final = "late"
 UNDELIVERED: Final = "undelivered"
 SUPERSEDED: Final = "superseded"
+JUDGE: Final = "judge"
 
 UNTRAINABLE: Final[dict[str, str]] = {
     PROVIDER: "The call went to a model that is not being trained.",
@@ -63,6 +64,7 @@ DROPPED: Final[dict[str, str]] = {
     "too_hard": "The mean reward of its group is below `train.group_reward_min`.",
     "too_easy": "The mean reward of its group is above `train.group_reward_max`.",
     "overlong": "A reply or its context was cut off at the limit, and `train.overlong_filter` is on.",
+    JUDGE: "It is a judge's own: a reward script asked it about another rollout.",
     "nonfinite": "The batch gave a gradient that is not finite, twice.",
 }
 """Reasons for which rollouts are dropped -> sentence; ending a run and closing a group may give others."""

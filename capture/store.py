@@ -82,6 +82,16 @@ class FateCounts(msgspec.Struct, frozen=True):
     those that went to models that are not being trained are among them."""
 
 
+class Rescored(msgspec.Struct, frozen=True, kw_only=True):
+    """A new score of a rollout that is stored."""
+
+    rollout_id: str
+    reward: float  # finite
+    scores: dict[str, float]
+    script_hash: str
+    posted: dict[str, float]  # the posted scores that are in it
+
+
 class Drop(msgspec.Struct, frozen=True):
     """When and why a rollout left the pipeline, and how many trainable sampled tokens left with it."""
 
@@ -259,10 +269,12 @@ class Store(Protocol):
         *,
         scenario_id: str | None = None,
         passive: bool = False,
+        aside: str | None = None,
     ) -> None:
         """sealed -> ingested; records which calls are excluded and why. A rollout that names no scenario gets
         `scenario_id`. With `passive` an observed one that names no group and no run is for training from
-        now on, in the policy's live run, if the policy answered it; without such a run it stays observed."""
+        now on, in the policy's live run, if the policy answered it; without such a run it stays observed.
+        With `aside` an observed one is dropped for that reason: it is neither scored nor trained."""
 
     def scoreable(self, limit: int = 100) -> list[Rollout]:
         """Rollouts in state ingested, and scored or grouped ones for which a score was posted since."""
@@ -281,6 +293,15 @@ class Store(Protocol):
         those of its run, key and scenario; such a group is opened with `group_size`."""
 
     def save_reward_error(self, rollout_id: str, error: str, script_hash: str) -> None: ...
+    def rescore(self, rescored: Sequence[Rescored], *, group_size: int = 0) -> None:
+        """Replace the scores of rollouts that had their turn, all of them or none. `RewardFrozen` where a
+        batch took one; `Conflict` where one has no turn yet, a score was posted since, or a scored member of
+        an open or closed group would keep the score of another script.
+
+        A `reward_error` for training whose group is open (or that an open group of observed ones may gather,
+        opened with `group_size`) is scored and back in the pipeline. Others that were dropped stay dropped
+        and keep the new score."""
+
     def open_groups(self, limit: int = 1000) -> list[Group]:
         """Declared groups that are open, the oldest first."""
 

@@ -209,6 +209,7 @@ def _rewards(made: Made, folder: Path) -> rewards.settings.Settings:
     return msgspec.structs.replace(
         settings,
         script=str(folder / settings.script) if settings.script else "",
+        python=str(folder / settings.python) if "/" in settings.python else settings.python,
         infrastructure_retries=runner.infrastructure_retries,
         passive=msgspec.structs.replace(made[rewards.settings.PassiveSettings], group_size=runner.group_size),
     )

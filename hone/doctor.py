@@ -1,5 +1,6 @@
 """Checks of the settings against this machine, each with a sentence."""
 
+import shutil
 import socket
 import sys
 from importlib import metadata
@@ -28,6 +29,8 @@ def checks(config: Config, *, training: bool) -> list[Check]:
     found = [_base_model(config, training), _adapter_dir(config), _rank(config), *_ports(config, training)]
     if config.rewards.script:
         found.append(_file("rewards.script", config.rewards.script))
+    if config.rewards.python:
+        found.append(_program("rewards.python", config.rewards.python))
     if training:
         found.append(_file("train.scenarios", config.train.scenarios))
     return found
@@ -112,6 +115,11 @@ def _port(name: str, host: str, port: int) -> Check:
     except OSError as error:
         return Check(name=name, ok=False, detail=f"{host}:{port} cannot be used: {error.strerror}")
     return Check(name=name, ok=True, detail=f"{host}:{port} is free")
+
+
+def _program(name: str, program: str) -> Check:
+    path = shutil.which(program)
+    return Check(name=name, ok=path is not None, detail=path or f"there is no program {program}")
 
 
 def _file(name: str, path: str) -> Check:

@@ -4,9 +4,11 @@ import asyncio
 import json
 import logging
 import os
+import shutil
 import socket
 import sys
 import tempfile
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
@@ -73,7 +75,8 @@ class Worker:
             "processes_max": settings.processes_max,
         }
         script = str(Path(settings.script).resolve())
-        command = [settings.python or sys.executable, str(WORKER), str(theirs.fileno()), script]
+        python = shutil.which(settings.python) or settings.python or sys.executable
+        command = [python, str(WORKER), str(theirs.fileno()), script]
         try:
             process = await asyncio.create_subprocess_exec(
                 *command,
@@ -81,14 +84,15 @@ class Worker:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.DEVNULL,
                 stderr=stderr,
-                env={},
+                env=settings.env,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )
-        except OSError as error:
+        except (OSError, ValueError) as error:
             ours.close()
             stderr.close()
-            raise ConfigError(f"rewards.python: cannot start {command[0]}: {error}") from error
+            what = f"python: cannot start {command[0]}" if isinstance(error, OSError) else "env"
+            raise ConfigError(f"rewards.{what}: {error}") from error
         finally:
             theirs.close()
         worker = cls(process, stderr, settings.timeout_s)
@@ -110,6 +114,7 @@ class Worker:
     async def score(self, payload: bytes) -> Outcome:
         """The script's outcome for one encoded trace. `Broken` if the process must be replaced."""
         self.traces += 1
+        began = time.monotonic()
         self._writer.write(len(payload).to_bytes(4, "big") + payload)
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -122,8 +127,8 @@ class Worker:
         except ConnectionError as error:
             raise Broken(f"the script's process died\n{self._last_words()}") from error
         if "error" in answer:
-            return Failed(answer["error"], self.script_hash)
-        return Scored(answer["scores"], self._weights, self.script_hash)
+            return Failed(answer["error"], self.script_hash, time.monotonic() - began)
+        return Scored(answer["scores"], self._weights, self.script_hash, time.monotonic() - began)
 
     async def _receive(self) -> dict[str, Any]:
         try:
@@ -190,14 +195,16 @@ class Pool:
         except (TypeError, ValueError, RecursionError) as error:
             return Failed(f"the trace cannot be given to a script: {error!r}", "")
         worker = await self._slots.get()
-        keep = False
+        keep, began = False, time.monotonic()
         try:
             if worker is None:
                 worker = await self._replacement()
+                began = time.monotonic()
             outcome = await worker.score(payload)
             keep = worker.traces < self._settings.traces_per_worker
         except Broken as error:
-            outcome = Failed(str(error), worker.script_hash if worker else "")
+            script_hash = worker.script_hash if worker else ""
+            outcome = Failed(str(error), script_hash, time.monotonic() - began)
         finally:  # a worker that was left midway would answer the next trace with this one's score
             if worker is not None and not keep:
                 self.restarts += 1

@@ -2,6 +2,7 @@
 
 import logging
 from collections import deque
+from collections.abc import Mapping
 
 import msgspec
 
@@ -31,6 +32,23 @@ class Judged(msgspec.Struct, frozen=True):
 
     rollout: Rollout
     outcome: Outcome | None
+
+
+def joined(
+    outcome: Outcome | None, posted: Mapping[str, float], settings: Settings
+) -> tuple[Outcome, float, dict[str, float]]:
+    """The final outcome, the reward and its named scores; `outcome` is the script's, None without one."""
+    if missing := [name for name in settings.require if name not in posted]:
+        error = f"no score {', '.join(missing)} was posted within {settings.wait_s:g} s"
+        return Failed(error, outcome.script_hash if outcome else ""), 0.0, {}
+    if outcome is None:
+        outcome = Scored({}, {}, "") if posted else NO_SCRIPT
+    if isinstance(outcome, Failed):
+        return outcome, 0.0, {}
+    try:
+        return outcome, *combine(outcome, posted, settings.weights)
+    except ValueError as error:
+        return Failed(str(error), outcome.script_hash, outcome.took_s), 0.0, {}
 
 
 class Scorer:
@@ -78,7 +96,8 @@ class Scorer:
 
     def _save(self, judged: Judged) -> Judged:
         rollout = judged.rollout
-        final, reward, scores = self._joined(rollout.id, judged.outcome)
+        posted = self._store.posted_scores(rollout.id)
+        final, reward, scores = joined(judged.outcome, posted, self._settings)
         try:
             if isinstance(final, Scored):
                 size = self._settings.passive.group_size
@@ -88,21 +107,6 @@ class Scorer:
         except Conflict:  # taken or saved meanwhile: what is stored stands
             log.info("rollout %s needed its score no more", rollout.id)
         return Judged(rollout, final)
-
-    def _joined(self, rollout_id: str, outcome: Outcome | None) -> tuple[Outcome, float, dict[str, float]]:
-        """The final outcome, the reward and its named scores."""
-        posted = self._store.posted_scores(rollout_id)
-        if missing := [name for name in self._settings.require if name not in posted]:
-            error = f"no score {', '.join(missing)} was posted within {self._settings.wait_s:g} s"
-            return Failed(error, outcome.script_hash if outcome else ""), 0.0, {}
-        if outcome is None:
-            outcome = Scored({}, {}, "") if posted else NO_SCRIPT
-        if isinstance(outcome, Failed):
-            return outcome, 0.0, {}
-        try:
-            return outcome, *combine(outcome, posted, self._settings.weights)
-        except ValueError as error:
-            return Failed(str(error), outcome.script_hash), 0.0, {}
 
     def _holds(self, rollout: Rollout) -> bool:
         """Whether the rollout still waits for a required score."""

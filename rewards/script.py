@@ -17,6 +17,7 @@ class Scored(msgspec.Struct, frozen=True):
     scores: dict[str, float]  # finite; at least one
     weights: dict[str, float]  # the script's WEIGHTS
     script_hash: str
+    took_s: float = 0.0
 
 
 class Failed(msgspec.Struct, frozen=True):
@@ -24,6 +25,7 @@ class Failed(msgspec.Struct, frozen=True):
 
     error: str  # traceback or reason
     script_hash: str
+    took_s: float = 0.0
 
 
 Outcome = Scored | Failed
@@ -39,7 +41,10 @@ def combine(
     """
     scores = {**posted, **scored.scores}
     known = {**weights, **scored.weights}
-    reward = math.fsum(known.get(name, 1.0) * value for name, value in scores.items())
+    try:
+        reward = math.fsum(known.get(name, 1.0) * value for name, value in scores.items())
+    except OverflowError:
+        reward = math.inf
     if not math.isfinite(reward):
         raise ValueError(f"the weighted sum of the scores is {reward}")
     return reward, scores

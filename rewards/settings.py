@@ -33,7 +33,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     script: str = ""
     """Path of the reward script; empty: only scores posted to `POST /rewards` count."""
     python: str = ""
-    """Interpreter that runs the script; empty: Hone's own."""
+    """Interpreter (3.9 or later) that runs the script, for scripts that need packages of yours; empty: Hone's
+    own. A path is relative to the settings' file, a bare name is looked up in PATH."""
+    env: dict[str, str] = {}
+    """Environment of the script: these alone."""
     timeout_s: Seconds = 10.0
     """Deadline of one trace; then the script and all its children are killed."""
     start_timeout_s: Seconds = 60.0

@@ -4,8 +4,10 @@ from collections import OrderedDict
 
 from capture.fingerprint import fingerprint_of
 from capture.graph import CallGraph, build, fates
+from capture.reasons import JUDGE
 from capture.store import Store
 from capture.types import ModelCall, Rollout
+from rewards.judge import SCENARIO
 from rewards.trace import Trace, build_trace
 
 SETTLES_PER_STEP = 32
@@ -50,7 +52,8 @@ class Traces:
 class Settler:
     """Settles sealed rollouts all of whose calls are ingested.
 
-    An observed rollout that names no scenario gets its fingerprint; with `passive` it is for training.
+    An observed rollout that names no scenario gets its fingerprint; with `passive` it is for training. What a
+    reward script's judge asked is set aside: scoring that would ask the judge again, without end.
     """
 
     def __init__(self, store: Store, traces: Traces, *, keep: bool, passive: bool = False) -> None:
@@ -66,7 +69,10 @@ class Settler:
             calls = self._store.calls(rollout.id)
             graph = build(calls)
             scenario_id = fingerprint_of(calls) if rollout.mode == "observe" else None
-            self._store.settle(rollout.id, fates(graph), scenario_id=scenario_id, passive=self._passive)
-            if self._keep:
+            aside = JUDGE if rollout.mode == "observe" and rollout.scenario_id == SCENARIO else None
+            self._store.settle(
+                rollout.id, fates(graph), scenario_id=scenario_id, passive=self._passive, aside=aside
+            )
+            if self._keep and aside is None:
                 self._traces.keep(rollout, calls, graph)
         return len(rollouts)

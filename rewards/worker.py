@@ -20,6 +20,8 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import faulthandler
+import importlib.abc
+import importlib.machinery
 import importlib.util
 import inspect
 import io
@@ -41,6 +43,7 @@ PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 KILL_S = 5.0  # how long the guard fights a tree that forks faster than it dies
 WATCH_AT = 0.8  # of the deadline
+TASKS_TOLD_MAX = 8
 PRINTED_MAX = 8_192
 ERROR_MAX = 16_384
 NAME_MAX = 200
@@ -177,11 +180,28 @@ def tasks_of(uid: int) -> int:
     return total
 
 
+class Helpers(importlib.abc.MetaPathFinder):
+    """Finds `rewards` beside this file: scripts import `rewards.judge` and its like in any interpreter."""
+
+    def find_spec(
+        self, name: str, path: Any = None, target: Any = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """The package, for its own name alone."""
+        if name != "rewards":
+            return None
+        here = os.path.dirname(os.path.abspath(__file__))
+        init = os.path.join(here, "__init__.py")
+        return importlib.util.spec_from_file_location(name, init, submodule_search_locations=[here])
+
+
 def load(path: str) -> tuple[Callable[[Any], Any], dict[str, float]]:
     """Import the script as a module of its directory; its `reward` and its `WEIGHTS`."""
     sys.path[0] = os.path.dirname(path)
     name = os.path.splitext(os.path.basename(path))[0]
-    name = f"reward_script_{name}" if name in sys.modules else name
+    neighbours = {os.path.join(sys.path[0], one) for one in ("rewards", "rewards.py")}
+    if not any(map(os.path.exists, neighbours - {path})):  # one of the user's own comes first
+        sys.meta_path.insert(0, Helpers())
+    name = f"reward_script_{name}" if name in sys.modules or name == "rewards" else name
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} is not a Python file")
@@ -226,18 +246,31 @@ def scores_of(result: Any) -> dict[str, float]:
     return {"reward": number(result, "the result of reward(trace)")}
 
 
-async def awaited(result: Any) -> Any:
-    """Turns any awaitable into a coroutine for `asyncio.run`."""
+async def awaited(result: Any, timeout_s: float) -> Any:
+    """Turns any awaitable into a coroutine for `asyncio.run`; says at `WATCH_AT` what it waits for."""
+    asyncio.get_running_loop().call_later(WATCH_AT * timeout_s, tell_waits)
     return await result
 
 
-def score(function: Callable[[Any], Any], trace: Any, printed: Printed) -> dict[str, Any]:
+def tell_waits() -> None:
+    """Write to fd 2 where each task of the running loop waits: threads show the loop alone."""
+    lines = []
+    for task in list(asyncio.all_tasks())[:TASKS_TOLD_MAX]:
+        lines.append("a task waits, the innermost place last:\n")
+        waits: Any = task.get_coro()
+        while (frame := getattr(waits, "cr_frame", None)) is not None:
+            lines += traceback.format_list(traceback.extract_stack(frame, 1))
+            waits = waits.cr_await
+    os.write(2, "".join(lines).encode(errors="replace"))
+
+
+def score(function: Callable[[Any], Any], trace: Any, printed: Printed, timeout_s: float) -> dict[str, Any]:
     """Run the script on one trace. The boundary of the script: whatever it raises is recorded."""
     runner = os.getpid()
     try:
         result = function(trace)
         if inspect.isawaitable(result):
-            result = asyncio.run(awaited(result))
+            result = asyncio.run(awaited(result, timeout_s))
         answer: dict[str, Any] = {"scores": scores_of(result)}
     except BaseException:
         answer = {"error": error_text(printed)}
@@ -266,7 +299,7 @@ def serve(channel: socket.socket, path: str, timeout_s: float, printed: Printed)
     send(channel, {"weights": weights})
     while (trace := receive(channel)) is not None:
         watched = watch(timeout_s)
-        answer = score(function, trace, printed)
+        answer = score(function, trace, printed, timeout_s)
         if watched:
             faulthandler.cancel_dump_traceback_later()
         send(channel, answer)

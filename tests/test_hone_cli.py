@@ -27,6 +27,7 @@ usage: hone VERB [options]
   status     one screen, and one sentence on what training waits for
   doctor     check this machine and the settings
   rollouts   look at stored rollouts: ls, show, explain, export
+  reward     a reward script on stored rollouts: test, rescore
   scenarios  make a scenario set of what agents asked: from-rollouts
   adapters   look at the versions of the policy and choose the one that is served: ls, promote, rollback
   proxy      run the proxy alone
@@ -122,7 +123,7 @@ def test_status_without_anything_running(tmp_path: Path) -> None:
 
 
 def test_reading_verbs_say_that_there_is_no_store(tmp_path: Path) -> None:
-    for words in (["rollouts", "ls"], ["rollouts", "show", "r_1"], ["adapters", "ls"]):
+    for words in (["rollouts", "ls"], ["rollouts", "show", "r_1"], ["adapters", "ls"], ["reward", "test"]):
         done = hone(*words, "-c", TICTACTOE, HONE_RUN__DIR=str(tmp_path))
         assert done.returncode == 1
         assert "nothing has run with these settings yet" in done.stderr

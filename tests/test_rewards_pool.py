@@ -60,6 +60,15 @@ def writes(trace):
         file.write(bytes(1 << 20))
     return 1.0
 def environment(trace): return float(len(set(os.environ) - {"LC_CTYPE"}))
+async def waits(trace):
+    async def inner(): await asyncio.sleep(600)
+    return await inner()
+async def ignores_its_end(trace):
+    while True:
+        try:
+            await asyncio.sleep(600)
+        except asyncio.CancelledError:
+            pass
 def forks(trace):
     os.fork()
     return 1.0
@@ -211,6 +220,25 @@ async def test_at_the_deadline_the_whole_tree_dies(script: Path, tmp_path: Path)
         assert isinstance(await pool.score({"do": "number", "value": 2}), Scored)
 
 
+@pytest.mark.parametrize("do", ["waits", "ignores_its_end"])
+async def test_async_that_never_ends_says_what_it_waits_for(script: Path, do: str) -> None:
+    async with running(script, timeout_s=2.0) as pool:
+        outcome = await pool.score({"do": do})
+        failed(outcome, "no result after 2 s", "a task waits", "asyncio.sleep(600)")
+        assert isinstance(outcome, Failed)
+        assert 2.0 <= outcome.took_s < 60.0
+        assert isinstance(await pool.score({"do": "later", "value": 2}), Scored)
+
+
+async def test_a_granted_environment_is_there(script: Path) -> None:
+    async with running(script, env={"A": "1", "B": "2"}) as pool:
+        outcome = await pool.score({"do": "environment"})
+        assert isinstance(outcome, Scored)
+        assert outcome.scores == {"reward": 2.0}
+    with pytest.raises(ConfigError, match=r"rewards\.env"):
+        await Pool(Settings(script=str(script), env={"A": "\0"})).start()
+
+
 HOST = """
 import asyncio, sys
 from rewards.pool import Pool
@@ -318,3 +346,47 @@ def bare_python(tmp_path: Path) -> str:
 async def test_an_interpreter_without_hone_runs_the_worker(script: Path, bare_python: str) -> None:
     async with running(script, python=bare_python) as pool:
         assert isinstance(await pool.score({"do": "number", "value": 2}), Scored)
+
+
+HELPED = """
+import package_of_mine
+from rewards.checks import Checks
+from rewards.judge import Judge, JudgeError
+from rewards.parsers import tagged
+
+def reward(trace):
+    checks = Checks()
+    checks.add("answer", tagged(trace["text"], "answer") == package_of_mine.ANSWER)
+    try:
+        Judge("Right?", base_url="http://127.0.0.1:1", retries=0)(trace["text"])
+    except JudgeError as error:
+        checks.add("refused", "ConnectionRefusedError" in str(error))
+    return checks.score
+"""
+
+
+@pytest.mark.parametrize("name", ["reward.py", "rewards.py"])
+async def test_a_script_has_the_users_packages_and_hones_helpers(
+    tmp_path: Path, bare_python: str, name: str
+) -> None:
+    [site] = (tmp_path / "bare").glob("lib/python3*/site-packages")
+    (site / "package_of_mine.py").write_text("ANSWER = '42'")
+    script = tmp_path / name
+    script.write_text(HELPED)
+    async with running(script, python=bare_python) as pool:
+        outcome = await pool.score({"text": "<answer>42</answer>"})
+        assert isinstance(outcome, Scored), outcome
+        assert outcome.scores == {"reward": 1.0}
+        assert 0.0 < outcome.took_s < 60.0
+    with pytest.raises(ConfigError, match="No module named 'package_of_mine'"):
+        await Pool(Settings(script=str(script))).start()
+
+
+async def test_a_neighbour_named_rewards_comes_before_hones(tmp_path: Path) -> None:
+    (tmp_path / "rewards.py").write_text("MINE = 3.0")
+    script = tmp_path / "reward.py"
+    script.write_text("import rewards\ndef reward(trace): return rewards.MINE")
+    async with running(script) as pool:
+        outcome = await pool.score({})
+        assert isinstance(outcome, Scored)
+        assert outcome.scores == {"reward": 3.0}

@@ -1,7 +1,15 @@
-"""Which branch of a rollout its script judges."""
+"""Which branch of a rollout its script judges, and what is set aside."""
+
+from pathlib import Path
+
+from capture_makers import POLICY
+from explain_world import passive_world
 
 from capture.graph import build
 from capture.types import ModelCall
+from hone.traffic.filters import Filters
+from hone.traffic.scenarios import from_rollouts
+from rewards.judge import SCENARIO
 from rewards.settle import main_branch
 
 
@@ -48,3 +56,19 @@ def test_unanswered_and_late_calls_are_passed_over() -> None:
     assert ids(FIRST, SECOND, broken, late) == ["c_1", "c_2"]
     assert ids(broken) == ["c_4"]
     assert ids(late) == []
+
+
+def test_what_a_judge_asked_is_neither_scored_nor_trained(tmp_path: Path) -> None:
+    with passive_world(tmp_path) as world:
+        world.watched("judged", scenario_id=SCENARIO)
+        world.watched("other", scenario_id="s")
+        assert [one.id for one in world.store.scoreable()] == ["other"]
+        judged = world.store.rollout("judged")
+        assert (judged.state, judged.drop_reason, judged.for_training) == ("dropped", "judge", False)
+        assert world.why("judged") == (
+            "Not for training: it is a judge's own: a reward script asked it about another rollout, so "
+            "nothing scores it.",
+            None,
+        )
+        assert world.store.balance(POLICY).not_for_training == {"observe": 5}
+        assert from_rollouts(world.store, Filters(), tmp_path / "a").left_out == {"judge": 1}

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from capture.sqlite.calls import Calls
 from capture.sqlite.histories import Histories
 from capture.sqlite.promotions import Promotions
-from capture.sqlite.scoring import Scoring
+from capture.sqlite.rescoring import Rescoring
 from capture.sqlite.sums import Sums
 from capture.sqlite.training import Training
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 __all__ = ["SqliteStore"]
 
 
-class SqliteStore(Calls, Scoring, Training, Promotions, Histories, Sums):
+class SqliteStore(Calls, Rescoring, Training, Promotions, Histories, Sums):
     """`capture.store.Store` over SQLite in WAL mode with synchronous=FULL."""
 
 

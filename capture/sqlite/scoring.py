@@ -21,6 +21,7 @@ class Scoring(Passive):
         *,
         scenario_id: str | None = None,
         passive: bool = False,
+        aside: str | None = None,
     ) -> None:
         with self._write():
             rollout = self.rollout(rollout_id)
@@ -36,7 +37,11 @@ class Scoring(Passive):
                 "UPDATE rollouts SET state = 'ingested', scenario_id = coalesce(scenario_id, ?) WHERE id = ?",
                 (scenario_id, rollout_id),
             )
-            if passive:
+            if aside is not None and rollout.mode == "observe":
+                self._db.execute(
+                    "UPDATE rollouts SET state = 'dropped', drop_reason = ? WHERE id = ?", (aside, rollout_id)
+                )
+            elif passive:
                 self._admit(rollout)
 
     def scoreable(self, limit: int = 100) -> list[Rollout]:

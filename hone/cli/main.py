@@ -15,6 +15,7 @@ VERBS = {
     "status": "one screen, and one sentence on what training waits for",
     "doctor": "check this machine and the settings",
     "rollouts": "look at stored rollouts: ls, show, explain, export",
+    "reward": "a reward script on stored rollouts: test, rescore",
     "scenarios": "make a scenario set of what agents asked: from-rollouts",
     "adapters": "look at the versions of the policy and choose the one that is served: ls, promote, rollback",
     "proxy": "run the proxy alone",

@@ -7,7 +7,17 @@ from capture.reasons import DROPPED
 from capture.types import Rollout
 from hone.explain.facts import Facts, alive_members, behind, head_at
 from hone.explain.passive import alone, lonely
-from hone.explain.words import SETTINGS, Verdict, count, error_line, named, sentence_of, shortened, version_of
+from hone.explain.words import (
+    SETTINGS,
+    Verdict,
+    count,
+    error_line,
+    named,
+    number,
+    sentence_of,
+    shortened,
+    version_of,
+)
 from rewards.groups import MEMBERS_MIN
 
 _RETRIES = "train.infrastructure_retries"
@@ -66,6 +76,13 @@ def _failed(facts: Facts) -> Verdict:
 
 
 def _reward_error(facts: Facts) -> Verdict:
+    if facts.rollout.reward is not None and not facts.rollout.reward_error:
+        return Verdict(
+            kind="reward_error",
+            sentence="Not trained: the reward script failed at first, and it was scored again only when its "
+            f"group had closed without it (its reward is {number(facts.rollout.reward)}).",
+            setting="rewards.script",
+        )
     text = facts.rollout.reward_error or "no error was kept"
     if text.startswith("no score"):  # nothing ran: the sentence says what was missing
         setting = "rewards.require" if "was posted within" in text else "rewards.script"

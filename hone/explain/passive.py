@@ -1,8 +1,9 @@
 """The sentences about rollouts that nobody opened for training: observed, and perhaps trained. Pure."""
 
+from capture.reasons import JUDGE
 from hone.explain.batched import nothing_to_train
 from hone.explain.facts import Facts, count_tokens
-from hone.explain.words import Verdict, named
+from hone.explain.words import Verdict, named, sentence_of
 from rewards.groups import MEMBERS_MIN
 
 SETTING = "passive.train"
@@ -18,6 +19,10 @@ def undecided(facts: Facts) -> bool:
 
 def observed(facts: Facts) -> Verdict:
     """It is not for training."""
+    if facts.rollout.drop_reason == JUDGE:
+        return Verdict(
+            kind="observe", sentence=f"Not for training: {sentence_of(JUDGE)}, so nothing scores it."
+        )
     how = "nobody opened it for training, so it was only observed"
     hint = f"to train on it, {_OPEN_IT}"
     if facts.rollout.headless:

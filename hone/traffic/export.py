@@ -15,7 +15,7 @@ from capture.reasons import NOT_FOR_TRAINING, UNTRAINABLE
 from capture.store import Store
 from capture.types import Rollout, Sample
 from hone.traffic.conversations import LENGTH, conversations
-from hone.traffic.filters import Filters, Seen, matching
+from hone.traffic.filters import Filters, Seen, matching, of_a_judge
 from hone.traffic.lines import LinesFile
 from hone.traffic.scenarios import first_request
 
@@ -25,6 +25,7 @@ UNFINISHED: Final = ("open", "sealed")
 LEFT_OUT: Final[dict[str, str]] = {
     "unfinished": "open, or not ingested yet; --state takes them all the same",
     "eval": "they measure the policy; --mode eval takes them all the same",
+    "judge": "a reward script's judge asked; --scenario hone-judge takes them all the same",
     "failed": "the infrastructure failed; --state takes them all the same",
     "no_reward": "--best-of compares rewards",
     "no_scenario": "--best-of compares rollouts of one scenario",
@@ -118,6 +119,8 @@ def _finished(rollouts: Iterator[Rollout], filters: Filters, left_out: LeftOut) 
     for rollout in rollouts:
         if rollout.state in UNFINISHED and not filters.states:
             left_out.rollouts["unfinished"] += 1
+        elif of_a_judge(rollout, filters):
+            left_out.rollouts["judge"] += 1
         elif rollout.mode == "eval" and filters.mode is None:
             left_out.rollouts["eval"] += 1
         elif rollout.status == "failed" and not filters.states and not filters.statuses:

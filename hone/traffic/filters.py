@@ -8,6 +8,7 @@ import msgspec
 from capture.errors import NotFound
 from capture.store import Store
 from capture.types import Rollout
+from rewards.judge import SCENARIO
 
 PAGE = 500
 
@@ -81,6 +82,11 @@ def matching(
         if len(page) < PAGE:
             return
         after = page[-1].id
+
+
+def of_a_judge(rollout: Rollout, filters: Filters) -> bool:
+    """Whether a reward script's judge asked it, and nobody asked for such rollouts by their scenario."""
+    return rollout.scenario_id == SCENARIO and SCENARIO not in filters.scenarios
 
 
 def _asked(store: Store, rollout: Rollout, model: str | None) -> bool:

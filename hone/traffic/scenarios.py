@@ -13,13 +13,14 @@ from capture.fingerprint import fingerprint
 from capture.normalise import opening
 from capture.store import Store
 from capture.types import ModelCall
-from hone.traffic.filters import Filters, Seen, matching
+from hone.traffic.filters import Filters, Seen, matching, of_a_judge
 from hone.traffic.lines import LinesFile
 from rollouts.scenarios import LINE_BYTES_MAX
 
 NAMED = 3  # rollouts that a scenario names
 
 LEFT_OUT = {
+    "judge": "a reward script's judge asked; --scenario hone-judge takes it all the same",
     "no_call": "it has none, or none is ingested yet",
     "no_user_message": "nobody asked anything before the first answer",
     "too_long": f"a scenario may have {LINE_BYTES_MAX} bytes",
@@ -96,6 +97,9 @@ def _count(store: Store, filters: Filters, seen: Seen | None) -> tuple[dict[str,
     left_out = Counter[str]()
     under_way = 0
     for rollout in matching(store, filters, seen=seen):
+        if of_a_judge(rollout, filters):
+            left_out["judge"] += 1
+            continue
         first = first_request(store.calls(rollout.id))
         asked = [] if first is None else opening(first.messages)
         if first is None or not any(message.get("role") == "user" for message in asked):
