@@ -399,9 +399,11 @@ async def test_a_slow_first_byte_is_no_idle_and_steady_chunks_are_neither(tmp_pa
         return await streaming(*map(chunk, "abcdefgh"), chunk("", "stop"), DONE, pause_s=0.1)(request)
 
     deadlines = Deadlines(first_byte_s=5, idle_s=0.4, total_s=30)
-    async with routed(tmp_path, {"a": late}, one_route, deadlines=deadlines) as (hone, _):
-        async with hone.client.post(hone.url + CHAT, json=STREAM) as response:
-            assert (await response.read()).endswith(DONE)
+    async with (
+        routed(tmp_path, {"a": late}, one_route, deadlines=deadlines) as (hone, _),
+        hone.client.post(hone.url + CHAT, json=STREAM) as response,
+    ):
+        assert (await response.read()).endswith(DONE)
 
 
 async def test_no_connection_within_the_deadline_is_502(tmp_path: Path) -> None:

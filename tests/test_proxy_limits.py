@@ -29,7 +29,7 @@ from proxy.settings import Key, KeyLimits, Route
 CHAT = "/v1/chat/completions"
 BODY = {"model": "gpt", "messages": [USER]}
 DONE = b"data: [DONE]\n\n"
-USAGE = b'data: {"id": "x", "object": "chat.completion.chunk", "choices": [], "usage": {"prompt_tokens": 30, "completion_tokens": 12}}\n\n'
+USAGE = b'data: {"id": "x", "choices": [], "usage": {"prompt_tokens": 30, "completion_tokens": 12}}\n\n'
 
 
 def key(name: str, limits: KeyLimits | None = None, scopes: tuple[Any, ...] = ("infer", "train")) -> Key:
