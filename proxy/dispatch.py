@@ -225,6 +225,7 @@ class Dispatch:
             self._metrics.route(route).failed_attempts.inc()
         breaker, call.breaker = call.breaker, None
         if breaker is not None and breaker.end(verdict(outcome)):
+            self._metrics.count(self._metrics.pauses, route)
             log.warning("%s: the upstream fails (%s); calls leave it alone for a while", route, outcome)
 
     def leave(self, call: Call) -> None:

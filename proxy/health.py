@@ -29,7 +29,7 @@ def verdict(outcome: str) -> Verdict:
 class Breaker:
     """One upstream's. Times are monotonic seconds."""
 
-    __slots__ = ("_clock", "_failures", "_in_flight", "_pauses", "_settings", "_until", "room", "trips")
+    __slots__ = ("_clock", "_failures", "_in_flight", "_pauses", "_settings", "_until", "room")
 
     def __init__(self, settings: Health, clock: Callable[[], float] = time.monotonic) -> None:
         self._settings = settings
@@ -39,7 +39,6 @@ class Breaker:
         self._pauses = 0  # since it last worked as it should
         self._until = 0.0  # nothing is sent before
         self.room: int | None = None  # calls at once while they return; None: any number
-        self.trips = 0  # pauses begun so far
 
     def wait_s(self) -> float:
         """0 if a call may be sent now, else how long that will at least take."""
@@ -96,7 +95,6 @@ class Breaker:
         self._until = now + pause_s
         self._pauses = min(self._pauses + 1, 30)
         self._failures, self.room = 0, 1
-        self.trips += 1
         return True
 
 

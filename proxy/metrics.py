@@ -79,6 +79,12 @@ CATALOGUE = (
         "to 1.",
     ),
     Metric(
+        "hone_upstream_pauses_total",
+        "counter",
+        ("route",),
+        "Times that an engine or upstream had failed so often that it was left alone for a while.",
+    ),
+    Metric(
         "hone_limited_calls_total",
         "counter",
         ("limit",),
@@ -181,6 +187,7 @@ class Metrics:
         self.failed_attempts = self._counter("hone_failed_attempts_total")
         self.retries = self._counter("hone_retries_total")
         self.fallbacks = self._counter("hone_fallbacks_total")
+        self.pauses = self._counter("hone_upstream_pauses_total")
         self.upstream_share = self._gauge("hone_upstream_share")
         self.limited = self._counter("hone_limited_calls_total")
         self.reloads = self._counter("hone_reloads_total")

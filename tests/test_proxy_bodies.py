@@ -140,7 +140,8 @@ async def test_keys_that_are_none_are_401(tmp_path: Path, key: str) -> None:
         host, _, port = hone.url.removeprefix("http://").partition(":")
         reader, writer = await asyncio.open_connection(host, int(port))
         body = json.dumps({"model": "gpt", "messages": [USER]}).encode()
-        head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\nAuthorization: Bearer {key}\r\n\r\n"
+        lines = (f"POST {CHAT} HTTP/1.1", "Host: x", f"Content-Length: {len(body)}")
+        head = "\r\n".join([*lines, f"Authorization: Bearer {key}", "", ""])
         writer.write(head.encode("utf-8", "surrogateescape") + body)
         line = await asyncio.wait_for(reader.readline(), 5)
         assert line.split()[1] == b"401"

@@ -9,7 +9,9 @@ from typing import Any
 
 from aiohttp import web
 from proxy_world import FakeUpstream, World, completion, until, world
+from serving import serving
 from toy_engine import ToyEngine, sampled
+from yarl import URL
 
 from capture.graph import build, samples
 from capture.parse import parse
@@ -167,6 +169,45 @@ async def test_engines_that_die_under_load_lose_nobody(tmp_path: Path) -> None:
         assert [(await ask(hone, session))[0] for session in SESSIONS] == [200] * len(SESSIONS)
         await goes.aclose()
         assert [(await ask(hone, session))[0] for session in SESSIONS] == [200] * len(SESSIONS)
+
+
+OTHERS = (
+    "/v1/load_lora_adapter",
+    "/v1/unload_lora_adapter",
+    "/v1/chat/completions/render",
+    "/v1/chat/completions/../load_lora_adapter",
+    "/v1/chat/completions/%2e%2e/load_lora_adapter",
+    "//v1/load_lora_adapter",
+    "/v1//load_lora_adapter",
+    "/inference/v1/generate",
+    "/tokenize",
+    "/sleep",
+    "/collective_rpc",
+    "/server_info",
+    "/http://127.0.0.1:9/v1/chat/completions",
+)
+
+
+async def test_no_path_but_the_known_ones_reaches_an_engine(tmp_path: Path) -> None:
+    seen = set()
+
+    async def note(request: web.Request) -> web.Response:
+        seen.add((request.method, request.path))
+        return web.json_response({"data": [{"id": "policy@v0"}]})
+
+    async with (
+        serving([web.route("*", "/{path:.*}", note)]) as url,
+        world(Settings(port=0, engines=Engines(urls=(url,))), tmp_path) as hone,
+    ):
+        rollout = (await hone.opened())["id"]
+        for prefix in ("", f"/rollouts/{rollout}"):
+            for path in OTHERS:
+                for method in ("GET", "POST", "DELETE"):
+                    address = URL(hone.url + prefix + path, encoded=True)
+                    body = {"model": "policy", "messages": [ASK], "lora_name": "x"}
+                    async with hone.client.request(method, address, json=body) as response:
+                        assert response.status == 404, path
+        assert seen <= {("GET", "/health"), ("GET", "/v1/models"), ("GET", "/metrics")}
 
 
 # -- fallbacks of the policy ---------------------------------------------------------------------------
