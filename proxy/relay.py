@@ -216,7 +216,9 @@ class Relay:
     ) -> web.StreamResponse:
         if not reply.is_stream:
             raise UpstreamError(f"a stream was asked for, {reply.headers.get('content-type')!r} came")
-        state = chat.Stream(_wanted(call), call.alias, gather=call.trail is not None)
+        state = chat.Stream(
+            _wanted(call), call.alias, gather=call.trail is not None, strips_usage=call.strips_usage
+        )
         call.answers = state.answers
         splitter = Splitter(self._settings.limits.chunk_bytes_max)
         response: web.StreamResponse | None = None

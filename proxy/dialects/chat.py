@@ -151,10 +151,12 @@ class Stream:
     error chunk of the upstream.
     """
 
-    def __init__(self, want: Asked, alias: str | None, *, gather: bool = False) -> None:
+    def __init__(
+        self, want: Asked, alias: str | None, *, gather: bool = False, strips_usage: bool = False
+    ) -> None:
         self._want = want
         self._alias = None if alias is None else quote(alias)
-        self._verbatim = alias is None and want.ids and want.logprobs and want.usage
+        self._verbatim = alias is None and not strips_usage
         self._open = set(range(want.choices))
         self._held: list[bytes] = []
         self._deltas: dict[bytes, list[bytes]] | None = {} if gather else None
