@@ -33,6 +33,7 @@ NO_JSON = {
     "a comment": b"{" + M + b"/* */}",
     "single quotes": b"{'model':'m'}",
     "a key that is none": b"{1:2}",
+    "half a surrogate": b'{"model":"\\ud800","messages":[]}',
     "lists too deep": b'{"model":"policy","messages":' + b"[" * 50_000 + b"]" * 50_000 + b"}",
     "objects too deep": b"{" + M + b',"x":' + b'{"a":' * 50_000 + b"1" + b"}" * 50_001,
 }
@@ -45,7 +46,6 @@ WRONG = {
     "n without end": b"{" + M + b',"n":99999999999999999999}',
     "stream that is none": b"{" + M + b',"stream":"yes"}',
     "options that are none": b"{" + M + b',"stream":true,"stream_options":[1]}',
-    "half a surrogate as model": b'{"model":"\\ud800","messages":[]}',
 }
 HARMLESS = {  # read as JSON has it, and passed on
     "escapes": b"{" + M + b',"user":"\\ud83d\\ude00 \\u0000"}',
