@@ -227,7 +227,11 @@ class Store(Protocol):
     ) -> None:
         """One compressed frame, a narrow row for each record, the rollouts' heads, rollouts
         nobody opened (`new`, ignored where they exist) and the records' stitches (by call id),
-        in one durable transaction. A record whose rollout is past `open` gets `late`."""
+        in one durable transaction. A record whose rollout is past `open` gets `late`. What records are
+        charged is added up by key."""
+
+    def key_tokens(self, key_ids: Sequence[str]) -> dict[str, int]:
+        """Tokens that the calls of these keys were charged so far; keys without any are left out."""
 
     def stitched(self, stitches: Sequence[tuple[str, bytes]]) -> dict[tuple[str, bytes], str | None]:
         """For each `(key id, digest)` the rollout that was written with it; None if several were,

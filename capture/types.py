@@ -99,6 +99,7 @@ class RawCall(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     idempotency_key: str | None = None  # the client's: the same one again is the same request again
     body_hash: bytes  # BLAKE2b-128 of the request body, as it is stored
     error: str | None = None  # set when our side or the upstream broke the call
+    charged_tokens: int = 0  # to its key; 0 where the tokens of that one are not limited
     redacted: bool = (
         False  # something was taken out, and with it all ids; the bodies are no longer those above
     )

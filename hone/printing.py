@@ -37,6 +37,11 @@ def to_toml(sections: Mapping[str, Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def to_toml_array(name: str, table: Mapping[str, Any]) -> str:
+    """One element of an array of tables."""
+    return "\n".join([f"[[{name}]]", *_toml_lines(table)])
+
+
 def _toml_lines(table: Mapping[str, Any]) -> Iterator[str]:
     for key, value in table.items():
         if value is not None:

@@ -11,9 +11,10 @@ import secrets as random_secrets
 import signal
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from aiohttp import web
@@ -30,16 +31,18 @@ from proxy.commit import Committer
 from proxy.dispatch import Dispatch
 from proxy.engines import Fleet
 from proxy.heads import Heads
+from proxy.limits import Limiter
 from proxy.metrics import Metrics
 from proxy.refusal import Refused, error_body
 from proxy.relay import Relay
+from proxy.reload import Reloader, Source
 from proxy.rollouts_api import RolloutsApi
-from proxy.routes import Routes
-from proxy.settings import Settings, check
+from proxy.rules import Live, Rules, rules
+from proxy.settings import Settings
 from proxy.stitches import Stitches
 from proxy.storage import Storage
 from proxy.tips import Tips
-from proxy.upstream import Upstream
+from proxy.upstream import Upstream, without_secrets
 
 log = logging.getLogger("hone.proxy")
 
@@ -57,8 +60,9 @@ class Proxy:
         capture: CaptureSettings,
         store_path: Path,
         secrets: Mapping[str, str],
+        source: Source | None = None,
     ) -> None:
-        check(settings)
+        self.live = Live(rules(settings, secrets))
         self.settings = settings
         self.metrics = Metrics()
         self.holder = f"{socket.gethostname()}:{os.getpid()}:{random_secrets.token_hex(4)}"
@@ -72,23 +76,28 @@ class Proxy:
         self.heads = Heads(self.storage, settings.limits.rollouts_cached, settings.head_ttl_s)
         self.stitches = Stitches(self.storage, settings.limits.rollouts_cached)
         redactor = Redactor(capture.redact)
-        self.attributor = Attributor(settings.keys, self.heads, self.stitches, redactor)
+        self.attributor = Attributor(self.live, self.heads, self.stitches, redactor)
         self.fleet: Fleet | None = None
         if settings.policy is not None and settings.engines.urls:
-            self.fleet = Fleet(settings.policy, settings.engines, self.upstream, self.upkeep)
+            self.fleet = Fleet(settings.policy, settings.engines, self.upstream, self.upkeep, settings.health)
         self.committer = Committer(self.journal, self.storage, self.metrics, settings.commit_timeout_s)
-        self.routes = Routes(settings, secrets)
+        self.limiter = Limiter(self.storage)
         tips = Tips(self.storage, settings.limits.tips_bytes_max)
         bridges = Bridges(capture.continuity, self.upstream, tips, self.metrics)
+        self.dispatch = Dispatch(settings, self.fleet, self.upstream, bridges, self.metrics)
         self.relay = Relay(
             settings,
             self.attributor,
-            self.routes,
-            Dispatch(settings, self.fleet, self.upstream, bridges, self.metrics),
+            self.live,
+            self.limiter,
+            self.dispatch,
             bridges,
             self.committer,
             self.metrics,
         )
+        self.reloader: Reloader | None = None
+        if source is not None:
+            self.reloader = Reloader(source, settings, self.live, self.metrics, self._forget)
         self.api = RolloutsApi(
             settings, self.attributor, self.heads, self.storage, self.fleet, self.metrics, redactor
         )
@@ -98,6 +107,8 @@ class Proxy:
         """Start the journal and the background tasks; stop them in the reverse order."""
         self.journal.start()
         tasks = [asyncio.create_task(self._record_in_flight()), asyncio.create_task(self._keep_stitches())]
+        if self.reloader is not None and self.settings.watch_s:
+            tasks.append(asyncio.create_task(self.reloader.watch(self.settings.watch_s)))
         if self.fleet is not None:
             await self.fleet.refresh()
             await asyncio.gather(*(self.fleet.look(engine) for engine in self.fleet.engines))
@@ -124,6 +135,11 @@ class Proxy:
             await self.upkeep.close()
             self._journal_store.close()
 
+    def _forget(self, fresh: Rules) -> None:
+        """Let go of what is kept for keys and upstreams that are gone."""
+        self.limiter.keep(fresh.keyring.ids)
+        self.dispatch.breakers.keep(fresh.routes.urls)
+
     async def _record_in_flight(self) -> None:
         """Tell the store every second which rollouts have calls here, so that none is sealed as idle."""
         while True:
@@ -135,6 +151,7 @@ class Proxy:
                     self.settings.lease_ttl_s,
                 )
                 await self.stitches.write(self.upkeep)
+                await self.limiter.refresh(self.upkeep)
                 self.recorded_at = time.monotonic()
             except StoreError as error:
                 self.metrics.note("in_flight", error)
@@ -161,7 +178,8 @@ class Proxy:
         if rollout_id := request.match_info.get("rollout_id"):
             await self.attributor.owned(caller, rollout_id)
         data = [
-            {"id": name, "object": "model", "created": 0, "owned_by": "hone"} for name in self.routes.names()
+            {"id": name, "object": "model", "created": 0, "owned_by": "hone"}
+            for name in self.live.rules.routes.names()
         ]
         return _json({"object": "list", "data": data})
 
@@ -189,6 +207,7 @@ class Proxy:
     async def export(self, request: web.Request) -> web.Response:
         """`GET /metrics`, in Prometheus' text format."""
         self.metrics.queue_bytes.set(self.journal.queue_bytes)
+        self._export_shares()
         if self.fleet is not None:
             self.metrics.engines_healthy.set(sum(engine.healthy for engine in self.fleet.engines))
             self.metrics.active_version.set(self.fleet.view.active)
@@ -196,6 +215,14 @@ class Proxy:
         return web.Response(
             body=self.metrics.render(), headers={"content-type": "text/plain; version=0.0.4; charset=utf-8"}
         )
+
+    def _export_shares(self) -> None:
+        shares = self.dispatch.breakers.shares()
+        for engine in self.fleet.engines if self.fleet is not None else ():
+            shares[engine.url] = engine.breaker.share if engine.healthy else 0.0
+        self.metrics.upstream_share.clear()
+        for url, share in shares.items():
+            self.metrics.upstream_share.labels(without_secrets(url)).set(share)
 
 
 PROXY = web.AppKey("proxy", Proxy)
@@ -207,18 +234,18 @@ def application(
     *,
     capture: CaptureSettings | None = None,
     secrets: Mapping[str, str] | None = None,
+    source: Source | None = None,
 ) -> web.Application:
     """The aiohttp application. `secrets` holds the values of the routes' `key_env` names.
 
     Serve it with `handler_cancellation=True`, or hang-ups before a whole answer go unseen.
     `ConfigError` for settings that cannot work.
     """
-    check(settings)
-    Routes(settings, secrets or {})
+    rules(settings, secrets or {})
     app = web.Application(client_max_size=settings.limits.body_bytes_max)
 
     async def lifetime(app: web.Application) -> AsyncIterator[None]:
-        proxy = app[PROXY] = Proxy(settings, capture or CaptureSettings(), store_path, secrets or {})
+        proxy = app[PROXY] = Proxy(settings, capture or CaptureSettings(), store_path, secrets or {}, source)
         async with proxy.open():
             yield
 
@@ -268,9 +295,10 @@ async def running(
     *,
     capture: CaptureSettings | None = None,
     secrets: Mapping[str, str] | None = None,
+    source: Source | None = None,
 ) -> AsyncIterator[tuple[Proxy, str]]:
     """A proxy that listens; yields it and its URL. On leaving it drains: at most `drain_s`."""
-    app = application(settings, store_path, capture=capture, secrets=secrets)
+    app = application(settings, store_path, capture=capture, secrets=secrets, source=source)
     runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=settings.drain_s)
     await runner.setup()
     try:
@@ -288,24 +316,38 @@ async def serve(
     *,
     capture: CaptureSettings | None = None,
     secrets: Mapping[str, str] | None = None,
+    source: Source | None = None,
 ) -> None:
-    """Run one proxy until SIGTERM or SIGINT.
+    """Run one proxy until SIGTERM or SIGINT. SIGHUP reads `source` again.
 
     Then: not ready, no new connections, calls in flight get `drain_s`, the journal closes last.
     """
     stop = asyncio.Event()
+    reloads: set[asyncio.Task[bool]] = set()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     try:
-        async with running(settings, store_path, capture=capture, secrets=secrets) as (proxy, url):
+        async with running(settings, store_path, capture=capture, secrets=secrets, source=source) as (
+            proxy,
+            url,
+        ):
+            if (reloader := proxy.reloader) is not None:
+                loop.add_signal_handler(signal.SIGHUP, _soon, reloads, reloader.reload)
             log.info("proxy listens on %s", url)
             await stop.wait()
             proxy.stopping = True
             log.info("proxy stops; %d calls in flight", sum(proxy.heads.in_flight().values()))
     finally:
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             loop.remove_signal_handler(number)
+
+
+def _soon(tasks: set[asyncio.Task[bool]], work: Callable[[], Coroutine[Any, Any, bool]]) -> None:
+    """Do it as a task of the running loop."""
+    task = asyncio.get_running_loop().create_task(work())
+    tasks.add(task)
+    task.add_done_callback(tasks.discard)
 
 
 def _json(value: object, status: int = 200) -> web.Response:

@@ -16,10 +16,10 @@ from capture.redact import Redactor
 from capture.types import Attribution, Rollout, Stitch
 from proxy import replay
 from proxy.heads import Head, Heads
-from proxy.keys import ROLLOUT_KEY, Caller, bearer, identify, opens, rollout_of
+from proxy.keys import Caller, opens, presented, rollout_of
 from proxy.refusal import Refused
 from proxy.replay import Trail
-from proxy.settings import Key
+from proxy.rules import Live, Rules
 from proxy.stitch import STORE, UNKNOWN, UNREADABLE, Apart, Stitched
 from proxy.stitches import Stitches
 
@@ -108,27 +108,28 @@ class Attributor:
     """Identifies callers and finds their rollouts, through the cached heads."""
 
     def __init__(
-        self, keys: Sequence[Key], heads: Heads, stitches: Stitches, redactor: Redactor | None = None
+        self, live: Live, heads: Heads, stitches: Stitches, redactor: Redactor | None = None
     ) -> None:
         self._redactor = redactor or Redactor(())
-        self._keys = keys
+        self._live = live
         self._heads = heads
         self._stitches = stitches
 
-    async def caller(self, headers: Mapping[str, str]) -> Caller:
-        """Who sent these headers. `Refused` 401 for a key that opens nothing."""
-        key = bearer(headers.get("Authorization"))
+    async def caller(self, headers: Mapping[str, str], rules: Rules | None = None) -> Caller:
+        """Who sent these headers, by `rules` or those of now. `Refused` 401 for a key that opens nothing."""
+        keyring = (rules or self._live.rules).keyring
+        key = presented(headers)
         parts = rollout_of(key)
         if parts is not None:
             rollout_id, secret = parts
             try:
                 rollout = (await self._heads.get(rollout_id)).rollout
             except NotFound:
-                return identify(key, self._keys)
+                return keyring.identify(key)
             if not opens(secret, rollout):
                 raise Refused(401, "invalid_api_key", "This is not the key of that rollout.")
-            return Caller(key_id=rollout.key_id, scopes=ROLLOUT_KEY, rollout_id=rollout_id)
-        return identify(key, self._keys)
+            return keyring.of_rollout(rollout)
+        return keyring.identify(key)
 
     async def owned(self, caller: Caller, rollout_id: str) -> Head:
         """A rollout of the caller's namespace. `Refused` 404 where there is none."""

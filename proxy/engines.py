@@ -18,8 +18,9 @@ import msgspec
 from capture.errors import NotFound, StoreError, UpstreamError
 from capture.store import Store
 from capture.types import EngineVersion, Promotion, Rollout, Version
+from proxy.health import Breaker
 from proxy.refusal import Refused
-from proxy.settings import Engines
+from proxy.settings import Engines, Health
 from proxy.storage import Storage
 from proxy.upstream import Upstream
 
@@ -85,9 +86,11 @@ def view(store: Store, policy: str) -> View:
 class Engine:
     """One vLLM server as this process sees it."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, breaker: Breaker) -> None:
         self.url = url.rstrip("/")
+        self.breaker = breaker
         self.healthy = False
+        self.was_up = False  # at any time
         self.incarnation = self.url  # changes when the server restarts
         self.base: str | None = None  # the id that the base model is served under
         self.max_model_len: int | None = None
@@ -128,9 +131,16 @@ def prefer(rollout_id: str, engines: Sequence[Engine]) -> Engine | None:
 class Fleet:
     """All engines of one policy."""
 
-    def __init__(self, policy: str, settings: Engines, upstream: Upstream, storage: Storage) -> None:
+    def __init__(
+        self,
+        policy: str,
+        settings: Engines,
+        upstream: Upstream,
+        storage: Storage,
+        health: Health = Health(),  # noqa: B008 - frozen
+    ) -> None:
         self.policy = policy
-        self.engines = [Engine(url) for url in settings.urls]
+        self.engines = [Engine(url, Breaker(health)) for url in settings.urls]
         self.view = View()
         self._settings = settings
         self._upstream = upstream
@@ -160,8 +170,13 @@ class Fleet:
         return self.view.active if rollout.policy_version is None else rollout.policy_version
 
     def pick(self, rollout_id: str, version: int) -> Engine | None:
-        """The engine for this rollout among those that are up and proved to serve the version."""
+        """The engine for this rollout among those that are up and proved to serve the version.
+
+        One that fails, or is just coming back, is passed over as far as another can do the work.
+        """
         able = [engine for engine in self.engines if engine.healthy and self.name(engine, version)]
+        if len(able) > 1:
+            able = [engine for engine in able if not engine.breaker.wait_s()] or able
         return prefer(rollout_id, able)
 
     async def wait(self, rollout: Rollout, deadline: float) -> tuple[Engine, int]:
@@ -266,7 +281,9 @@ class Fleet:
         engine.max_model_len = base.max_model_len if base else None
         if changes == engine.changes:
             engine.adapters = {model.id: model.root or "" for model in models.values() if model.parent}
-        engine.healthy = True
+        if engine.was_up and not engine.healthy:
+            engine.breaker.returns()
+        engine.healthy = engine.was_up = True
         self._recompute(engine)
         self._changed.set()
 

@@ -54,13 +54,47 @@ CATALOGUE = (
         "hone_upstream_attempts_total",
         "counter",
         ("route", "outcome"),
-        "Requests to upstreams: ok, client_error, connect, timeout, broken, lost_adapter or hung_up.",
+        "Requests to upstreams: ok, client_error, connect, unavailable (502, 503, 504), timeout, broken, "
+        "too_long, lost_adapter, stale (an idle connection was dead) or hung_up.",
     ),
     Metric(
         "hone_failed_attempts_total",
         "counter",
         ("route",),
-        "Requests to upstreams that did not bring a whole answer, client errors and hang-ups aside.",
+        "Requests to upstreams that did not bring a whole answer, client errors, hang-ups and stale "
+        "connections aside.",
+    ),
+    Metric("hone_retries_total", "counter", ("route",), "Requests that were sent to an upstream again."),
+    Metric(
+        "hone_fallbacks_total",
+        "counter",
+        ("route",),
+        "Calls that went on to a fallback, by its route.",
+    ),
+    Metric(
+        "hone_upstream_share",
+        "gauge",
+        ("upstream",),
+        "What an engine or upstream may get of its calls: 0 while it is down or left alone, then rising "
+        "to 1.",
+    ),
+    Metric(
+        "hone_upstream_pauses_total",
+        "counter",
+        ("route",),
+        "Times that an engine or upstream had failed so often that it was left alone for a while.",
+    ),
+    Metric(
+        "hone_limited_calls_total",
+        "counter",
+        ("limit",),
+        "Model calls refused because of a limit of their key, by the limit's name.",
+    ),
+    Metric(
+        "hone_reloads_total",
+        "counter",
+        ("outcome",),
+        "Times that hone.toml was read again: applied or invalid.",
     ),
     Metric(
         "hone_untrainable_calls_total",
@@ -151,6 +185,12 @@ class Metrics:
         self.tokens = self._counter("hone_tokens_total")
         self.attempts = self._counter("hone_upstream_attempts_total")
         self.failed_attempts = self._counter("hone_failed_attempts_total")
+        self.retries = self._counter("hone_retries_total")
+        self.fallbacks = self._counter("hone_fallbacks_total")
+        self.pauses = self._counter("hone_upstream_pauses_total")
+        self.upstream_share = self._gauge("hone_upstream_share")
+        self.limited = self._counter("hone_limited_calls_total")
+        self.reloads = self._counter("hone_reloads_total")
         self.untrainable = self._counter("hone_untrainable_calls_total")
         self.removed = self._counter("hone_parameters_removed_total")
         self.continuity = self._counter("hone_continuity_total")

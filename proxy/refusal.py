@@ -1,5 +1,7 @@
 """Every error that the proxy answers with, in the one shape of the wire."""
 
+import math
+
 import msgspec
 from aiohttp import web
 
@@ -19,11 +21,19 @@ _TYPES = {
 class Refused(HoneError):
     """A request that gets an error answer: status, a stable `code`, a sentence for a person.
 
-    `retry` sets `x-should-retry`, which OpenAI's SDKs obey; None leaves it to the status.
+    `retry` sets `x-should-retry`, which OpenAI's SDKs obey; None leaves it to the status. `retry_after_s`
+    sets `retry-after` and `retry-after-ms`.
     """
 
     def __init__(
-        self, status: int, code: str, message: str, *, param: str | None = None, retry: bool | None = None
+        self,
+        status: int,
+        code: str,
+        message: str,
+        *,
+        param: str | None = None,
+        retry: bool | None = None,
+        retry_after_s: float | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -31,6 +41,7 @@ class Refused(HoneError):
         self.message = message
         self.param = param
         self.retry = retry
+        self.retry_after_s = retry_after_s
 
     def body(self) -> bytes:
         """The JSON body."""
@@ -41,6 +52,9 @@ class Refused(HoneError):
         headers = dict(headers or {})
         if self.retry is not None:
             headers["x-should-retry"] = "true" if self.retry else "false"
+        if self.retry_after_s is not None:
+            headers["retry-after"] = str(max(1, math.ceil(self.retry_after_s)))
+            headers["retry-after-ms"] = str(max(1, math.ceil(self.retry_after_s * 1000)))
         return web.Response(
             status=self.status, body=self.body(), content_type="application/json", headers=headers
         )

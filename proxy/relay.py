@@ -19,15 +19,20 @@ from proxy.call import Call
 from proxy.commit import Committer
 from proxy.dialects import chat
 from proxy.dispatch import Dispatch
-from proxy.keys import bearer
+from proxy.health import CLIENT_ERROR, OK
+from proxy.health import HUNG_UP as LEFT
+from proxy.keys import Caller
+from proxy.limits import Limited, Limiter, Meter, body_too_large, check_request, counts_tokens
 from proxy.metrics import Metrics
 from proxy.refusal import Refused, error_chunk
-from proxy.routes import Routes
+from proxy.routes import Target, ToUpstream
+from proxy.rules import Live, Rules
 from proxy.settings import Settings
 from proxy.sse import Splitter
-from proxy.upstream import ConnectFailed, Reply, TimedOut
+from proxy.upstream import ConnectFailed, Reply, TimedOut, TooLong
 
 HUNG_UP = 499
+_TOO_MANY = 429
 _IDEMPOTENCY_KEY_MAX = 255
 _PASSED_ON = ("retry-after", "retry-after-ms", "x-should-retry", "x-request-id")
 
@@ -39,7 +44,8 @@ class Relay:
         self,
         settings: Settings,
         attributor: Attributor,
-        routes: Routes,
+        live: Live,
+        limiter: Limiter,
         dispatch: Dispatch,
         bridges: Bridges,
         committer: Committer,
@@ -47,7 +53,8 @@ class Relay:
     ) -> None:
         self._settings = settings
         self._attributor = attributor
-        self._routes = routes
+        self._live = live
+        self._limiter = limiter
         self._dispatch = dispatch
         self._bridges = bridges
         self._committer = committer
@@ -58,8 +65,13 @@ class Relay:
         began = time.perf_counter()
         route, status = "none", HUNG_UP
         self._metrics.in_flight.inc()
+        meter: Meter | None = None
         try:
-            call = await self._accept(request)
+            rules = self._live.rules
+            caller = await self._attributor.caller(request.headers, rules)
+            if caller.limits is not None:
+                meter = await self._limiter.enter(caller.key_id, caller.limits)
+            call = await self._accept(request, rules, caller, meter)
             route = call.target.name
             call.head.begin()
             try:
@@ -70,25 +82,30 @@ class Relay:
             return response
         except Refused as refused:
             status = refused.status
+            if isinstance(refused, Limited):
+                self._metrics.count(self._metrics.limited, refused.limit)
             return refused.response()
         except StoreError as error:
             self._metrics.note("request", error)
             status = 503
             return Refused(503, "store", f"The store cannot do that now: {error}", retry=True).response()
         finally:
+            if meter is not None:
+                meter.leave()
             self._metrics.in_flight.dec()
             self._metrics.count(self._metrics.requests, route, str(status))
             self._metrics.route(route).duration.observe(time.perf_counter() - began)
 
     # -- in --------------------------------------------------------------------------------------
 
-    async def _accept(self, request: web.Request) -> Call:
-        """Who calls, what, for which rollout, to where. `Refused` for what is not served."""
-        caller = await self._attributor.caller(request.headers)
-        body = await read_body(request)
+    async def _accept(self, request: web.Request, rules: Rules, caller: Caller, meter: Meter | None) -> Call:
+        """What is asked, for which rollout, to where. `Refused` for what is not served."""
+        limits = caller.limits
+        body = await read_body(request, None if limits is None else limits.body_bytes_max)
         fields = chat.parse(body)
         asked = chat.asked(fields)
-        target = self._routes.target(asked.model)
+        cap = None if limits is None else check_request(limits, asked, fields)
+        target = rules.routes.target(asked.model)
         path_id = request.match_info.get("rollout_id")
         found = await self._attributor.attribute(caller, path_id, request.headers, fields["messages"])
         self._metrics.count(self._metrics.attributed, found.attribution, found.reason)
@@ -96,7 +113,7 @@ class Relay:
             self._metrics.count(self._metrics.opened, found.attribution)
         retries = request.headers.get("x-stainless-retry-count", "0")
         return Call(
-            key=bearer(request.headers.get("Authorization")),
+            key=rules.keyring.for_upstream(request.headers) if _passes_key(target) else None,
             body=body,
             fields=fields,
             asked=asked,
@@ -104,6 +121,8 @@ class Relay:
             attribution=found.attribution,
             target=target,
             trail=found.trail,
+            cap=cap,
+            meter=meter if limits is not None and counts_tokens(limits) else None,
             retry_count=int(retries) if retries.isdecimal() and len(retries) < 5 else 0,
             idempotency_key=request.headers.get("Idempotency-Key", "")[:_IDEMPOTENCY_KEY_MAX] or None,
         )
@@ -111,9 +130,23 @@ class Relay:
     # -- out -------------------------------------------------------------------------------------
 
     async def _serve(self, request: web.Request, call: Call) -> web.StreamResponse:
+        """From the target, else from the fallbacks, as long as nothing has been sent to the agent."""
+        try:
+            while (response := await self._serve_from(request, call)) is None:
+                self._metrics.count(self._metrics.fallbacks, call.target.name)
+            return response
+        finally:
+            self._dispatch.leave(call)
+
+    async def _serve_from(self, request: web.Request, call: Call) -> web.StreamResponse | None:
+        """The answer of the target; None if it failed and the call now has the next one as its target."""
         partial = bytearray()  # what the upstream said so far
         try:
             async with self._dispatch.open(call) as reply:
+                if reply.status == _TOO_MANY and call.fallbacks:
+                    self._dispatch.attempt(call, CLIENT_ERROR)
+                    call.fall_back()
+                    return None
                 if reply.status == 200 and call.asked.stream:
                     return await self._stream(request, call, reply, partial)
                 return await self._whole(request, call, reply, partial)
@@ -122,11 +155,15 @@ class Relay:
             raise
         except UpstreamError as error:
             self._dispatch.attempt(call, _outcome(error))
+            if call.fall_back():
+                return None
             await self._commit(call, 502, bytes(partial), str(error))
             refused = Refused(502, "upstream_error", f"{call.target.name}: {error}")
             return await self._deliver(request, call, refused.response(call.headers()))
         except Refused as refused:
             if not call.handed:
+                if refused.status == 503 and call.fall_back():
+                    return None
                 await self._commit(call, refused.status, b"", refused.message)
             return await self._deliver(request, call, refused.response(call.headers()))
 
@@ -146,11 +183,12 @@ class Relay:
             stripped, usage = chat.strip(body, _wanted(call), call.alias)
             call.answers = lambda: chat.answers(body)
             self._count_tokens(call, usage)
+            call.charge(body, usage)
         else:
             stripped = body
             content_type = reply.headers.get("content-type", content_type)
             headers |= {name: reply.headers[name] for name in _PASSED_ON if name in reply.headers}
-        self._dispatch.attempt(call, "ok" if reply.status == 200 else "client_error")
+        self._dispatch.attempt(call, OK if reply.status == 200 else CLIENT_ERROR)
         if not await self._commit(call, reply.status, body):
             headers |= self._uncaptured(call)
         headers["content-type"] = content_type
@@ -178,7 +216,9 @@ class Relay:
     ) -> web.StreamResponse:
         if not reply.is_stream:
             raise UpstreamError(f"a stream was asked for, {reply.headers.get('content-type')!r} came")
-        state = chat.Stream(_wanted(call), call.alias, gather=call.trail is not None)
+        state = chat.Stream(
+            _wanted(call), call.alias, gather=call.trail is not None, strips_usage=call.strips_usage
+        )
         call.answers = state.answers
         splitter = Splitter(self._settings.limits.chunk_bytes_max)
         response: web.StreamResponse | None = None
@@ -197,10 +237,12 @@ class Relay:
             if response is None:
                 raise
             self._dispatch.attempt(call, _outcome(broken))
+            call.charge(bytes(partial))
             await self._commit(call, 200, bytes(partial), str(broken))
             return await self._finish(call, response, error_chunk("upstream_error", str(broken)))
-        self._dispatch.attempt(call, "ok")
+        self._dispatch.attempt(call, OK)
         self._count_tokens(call, state.usage)
+        call.charge(bytes(partial), state.usage)
         return await self._end(request, call, response, state, bytes(partial))
 
     async def _begin(
@@ -276,7 +318,9 @@ class Relay:
         """The agent left: the upstream is cut by now; what it said is kept with status 499."""
         if call.handed:
             return
-        self._dispatch.attempt(call, "hung_up")
+        if call.breaker is not None:  # an upstream was at work
+            call.charge(partial)
+        self._dispatch.attempt(call, LEFT)
         call.handed = call.captured = True
         self._committer.commit_later(call.record(HUNG_UP, partial), call.new_rollout, call.stitches())
 
@@ -286,19 +330,29 @@ class Relay:
         route.completion_tokens.inc(usage.completion_tokens or 0)
 
 
-async def read_body(request: web.Request) -> bytes:
-    """The request's body; `Refused` 413 over the limit."""
+async def read_body(request: web.Request, limit: int | None = None) -> bytes:
+    """The request's body; `Refused` 413 over the limit of all, or over that of its key."""
+    if limit is not None and (request.content_length or 0) > limit:
+        raise body_too_large(limit)
     try:
-        return await request.read()
+        body = await request.read()
     except web.HTTPRequestEntityTooLarge as error:
         raise Refused(413, "body_too_large", f"The body is too large: {error.text}") from None
+    if limit is not None and len(body) > limit:
+        raise body_too_large(limit)
+    return body
 
 
 def _wanted(call: Call) -> chat.Asked:
     """What must stay in the answer: of a foreign upstream's everything."""
     if call.policy is not None:
         return call.asked
-    return msgspec.structs.replace(call.asked, ids=True, logprobs=True, usage=True)
+    return msgspec.structs.replace(call.asked, ids=True, logprobs=True, usage=not call.strips_usage)
+
+
+def _passes_key(target: Target) -> bool:
+    """Whether the agent's own key may be needed for an upstream."""
+    return any(isinstance(one, ToUpstream) and one.passthrough for one in (target, *target.fallbacks))
 
 
 def _outcome(error: UpstreamError) -> str:
@@ -306,6 +360,8 @@ def _outcome(error: UpstreamError) -> str:
         return "connect"
     if isinstance(error, TimedOut):
         return "timeout"
+    if isinstance(error, TooLong):
+        return "too_long"
     return "broken"
 
 

@@ -16,6 +16,7 @@ class ToPolicy(msgspec.Struct, frozen=True):
 
     name: str  # the route's own name: a label
     policy: str
+    fallbacks: tuple["Target", ...] = ()
 
 
 class ToUpstream(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,6 +27,7 @@ class ToUpstream(msgspec.Struct, frozen=True, kw_only=True):
     model: str | None  # what to ask it for; None: what the agent asked for
     key: str | None  # bearer key to send; never the agent's
     passthrough: bool  # send the agent's own key instead
+    fallbacks: tuple["Target", ...] = ()
 
 
 Target = ToPolicy | ToUpstream
@@ -38,7 +40,7 @@ class Routes:
         self._policy = settings.policy
         self._routes = settings.routes
         self._targets: dict[str, Target | Refused] = {
-            name: self._resolve(name, secrets) for name in settings.routes
+            name: self._with_fallbacks(name, secrets) for name in settings.routes
         }
         if settings.policy is not None:
             self._targets.setdefault(settings.policy, ToPolicy(settings.policy, settings.policy))
@@ -54,22 +56,48 @@ class Routes:
             raise found
         return found
 
+    @property
+    def urls(self) -> set[str]:
+        """Every upstream that a call may go to."""
+        return {target.url for target in self._targets.values() if isinstance(target, ToUpstream)}
+
     def names(self) -> list[str]:
         """Every model that can be asked for by name."""
         return sorted(name for name in self._targets if name != "*")
 
-    def _resolve(self, name: str, secrets: Mapping[str, str]) -> Target | Refused:
-        route = self._routes[name]
+    def _with_fallbacks(self, name: str, secrets: Mapping[str, str]) -> Target | Refused:
+        """The route's target with what is tried after it: its own fallbacks, else those of where it leads."""
+        target, names = self._resolve(name, secrets)
+        if isinstance(target, Refused):
+            return target
+        fallbacks = tuple(self._fallback(name, other, secrets) for other in names)
+        return msgspec.structs.replace(target, fallbacks=fallbacks)
+
+    def _fallback(self, name: str, other: str, secrets: Mapping[str, str]) -> Target:
+        if other in (name, "*") or (other not in self._routes and other != self._policy):
+            raise ConfigError(f"routes.{name!r}.fallbacks: there is no other route or policy named {other!r}")
+        target, _ = self._resolve(other, secrets)
+        if isinstance(target, Refused):
+            raise ConfigError(f"routes.{name!r}.fallbacks: {target.message}")
+        return target
+
+    def _resolve(self, name: str, secrets: Mapping[str, str]) -> tuple[Target | Refused, tuple[str, ...]]:
+        """Where a name leads in the end, and the fallbacks of the first route on the way that has some."""
+        fallbacks: tuple[str, ...] = ()
+        at = name
         for _ in range(_HOPS_MAX):
+            route = self._routes.get(at)
+            if route is None and at == self._policy:
+                return ToPolicy(name, at), fallbacks
+            if route is None:
+                raise ConfigError(f"routes.{name!r}: there is no route or policy named {at!r}")
             _check(name, route)
+            fallbacks = fallbacks or route.fallbacks
             if route.to is None:
-                return self._end(name, route, secrets)
-            if route.to in self._routes:
-                route = self._routes[route.to]
-            elif self._policy is not None and route.to == self._policy:
-                return ToPolicy(name, self._policy)
-            else:
-                raise ConfigError(f"routes.{name!r}: there is no route or policy named {route.to!r}")
+                return self._end(name, route, secrets), fallbacks
+            if route.to == at == self._policy:  # its route only says what it falls back to
+                return ToPolicy(name, at), fallbacks
+            at = route.to
         raise ConfigError(f"routes.{name!r}: the routes lead in a circle")
 
     def _end(self, name: str, route: Route, secrets: Mapping[str, str]) -> Target | Refused:

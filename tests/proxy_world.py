@@ -97,7 +97,7 @@ def streaming(
 
 def capture_settings(url: str, **fields: Any) -> Settings:
     """A proxy that sends every model to `url` and trains nothing."""
-    fields.setdefault("deadlines", Deadlines(connect_s=2, read_s=5, total_s=10))
+    fields.setdefault("deadlines", Deadlines(connect_s=2, first_byte_s=5, idle_s=5, total_s=10))
     fields.setdefault("routes", {"*": Route(url=url, model="real")})
     return Settings(port=0, policy=None, **fields)
 

@@ -9,7 +9,7 @@ import pytest
 from proxy_world import USER, FakeUpstream, World, capture_settings, completion, world
 
 from proxy.attribution import ById, BySession, Nobody, decide
-from proxy.keys import ALL, Caller, bearer, identify, rollout_of
+from proxy.keys import ALL, Caller, Keyring, bearer, rollout_of
 from proxy.refusal import Refused
 from proxy.settings import Key
 
@@ -63,12 +63,13 @@ def test_keys() -> None:
     assert bearer("Basic abc") == bearer(None) == ""
     assert rollout_of("r_1.secret") == ("r_1", "secret")
     assert rollout_of("r_1.") is rollout_of("sk-1.x") is rollout_of("r_1") is None
-    assert identify("sk-bob", KEYS) == Caller(key_id="bob", scopes=frozenset({"infer"}))
-    assert identify("sk-root", KEYS).scopes == ALL
-    assert identify("anything", ()) == identify("", ()) == Caller(key_id="local", scopes=ALL)
+    ring, nobodys = Keyring(KEYS), Keyring(())
+    assert ring.identify("sk-bob") == Caller(key_id="bob", scopes=frozenset({"infer"}))
+    assert ring.identify("sk-root").scopes == ALL
+    assert nobodys.identify("anything") == nobodys.identify("") == Caller(key_id="local", scopes=ALL)
     for wrong in ("", "sk-nobody", "SK-bob"):
         with pytest.raises(Refused) as caught:
-            identify(wrong, KEYS)
+            ring.identify(wrong)
         assert (caught.value.status, caught.value.code) == (401, "invalid_api_key")
 
 

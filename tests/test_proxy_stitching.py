@@ -27,6 +27,8 @@ from proxy.attribution import Attributor, Found, first_of
 from proxy.dialects import chat
 from proxy.heads import Heads
 from proxy.keys import Caller
+from proxy.rules import Live, rules
+from proxy.settings import Settings
 from proxy.stitch import AMBIGUOUS, NO_HISTORY, PREFIX, TOOL_CALL, UNKNOWN
 from proxy.stitches import Stitches
 from proxy.storage import Storage
@@ -95,7 +97,9 @@ class Strangers(RuleBasedStateMachine):
 
     def _proxy(self) -> tuple[Attributor, Storage]:
         storage = Storage(SqliteStore(self.path))
-        return Attributor((), Heads(storage, 100, 0.0), Stitches(storage, 100)), storage
+        return Attributor(
+            Live(rules(Settings(), {})), Heads(storage, 100, 0.0), Stitches(storage, 100)
+        ), storage
 
     # -- agents ----------------------------------------------------------------------------------
 

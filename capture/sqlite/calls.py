@@ -84,8 +84,26 @@ class Calls(Rollouts, Stitches):
                 ],
             )
             self._move_heads([records[place] for place in fresh.values()])
+            self._charge([records[place] for place in fresh.values()])
             if stitches:
                 self._write_stitches([records[place] for place in fresh.values()], stitches)
+
+    def _charge(self, records: Sequence[RawCall]) -> None:
+        """Add up, in the calls' own transaction, what keys with a budget have used."""
+        used: Counter[str] = Counter()
+        for record in records:
+            if record.charged_tokens:
+                used[record.key_id] += record.charged_tokens
+        if used:
+            self._db.executemany(
+                "INSERT INTO key_tokens VALUES (?, ?) ON CONFLICT (key_id) "
+                "DO UPDATE SET tokens = tokens + excluded.tokens",
+                list(used.items()),
+            )
+
+    def key_tokens(self, key_ids: Sequence[str]) -> dict[str, int]:
+        sql = f"SELECT key_id, tokens FROM key_tokens WHERE key_id IN ({marks(key_ids)})"
+        return dict(self._rows(sql, key_ids))
 
     def _move_heads(self, records: Sequence[RawCall]) -> None:
         now = self.now()

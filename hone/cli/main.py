@@ -18,6 +18,7 @@ VERBS = {
     "reward": "a reward script on stored rollouts: test, rescore",
     "scenarios": "make a scenario set of what agents asked: from-rollouts",
     "adapters": "look at the versions of the policy and choose the one that is served: ls, promote, rollback",
+    "keys": "make API keys for the proxy, and list those that are configured: new, ls",
     "proxy": "run the proxy alone",
     "control": "run control alone: ingest, seal, score, group",
     "learn": "run the learner alone",

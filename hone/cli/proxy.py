@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from hone.cli.common import add_config, load_config, log_to_stderr
@@ -14,14 +15,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serve until SIGTERM or Ctrl-C."""
+    """Serve until SIGTERM or Ctrl-C; SIGHUP reads the settings again."""
     from hone.environment import route_secrets
     from proxy.app import serve
+    from proxy.reload import Source
+    from proxy.settings import Settings
+
+    def read() -> tuple[Settings, Mapping[str, str]]:
+        config = load_config(arguments)
+        return config.proxy, route_secrets(config, os.environ)
 
     log_to_stderr()
     config = load_config(arguments)
     path = Path(config.store.path)
     path.parent.mkdir(parents=True, exist_ok=True)
     secrets = route_secrets(config, os.environ)
-    asyncio.run(serve(config.proxy, path, capture=config.capture, secrets=secrets))
+    source = Source(config.path, read)
+    asyncio.run(serve(config.proxy, path, capture=config.capture, secrets=secrets, source=source))
     return 0

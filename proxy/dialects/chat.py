@@ -92,9 +92,14 @@ def ask_for_tokens(fields: Fields, want: Asked) -> None:
     fields["return_token_ids"] = TRUE
     fields["logprobs"] = TRUE
     if want.stream:
-        options = _maybe_object(fields.get("stream_options"), "stream_options")
-        options["include_usage"] = TRUE
-        fields["stream_options"] = Raw(_ENCODE(options))
+        ask_for_usage(fields)
+
+
+def ask_for_usage(fields: Fields) -> None:
+    """Have a stream say at its end how many tokens it was."""
+    options = _maybe_object(fields.get("stream_options"), "stream_options")
+    options["include_usage"] = TRUE
+    fields["stream_options"] = Raw(_ENCODE(options))
 
 
 def encode(fields: Fields) -> bytes:
@@ -146,9 +151,12 @@ class Stream:
     error chunk of the upstream.
     """
 
-    def __init__(self, want: Asked, alias: str | None, *, gather: bool = False) -> None:
+    def __init__(
+        self, want: Asked, alias: str | None, *, gather: bool = False, strips_usage: bool = False
+    ) -> None:
         self._want = want
         self._alias = None if alias is None else quote(alias)
+        self._verbatim = alias is None and not strips_usage
         self._open = set(range(want.choices))
         self._held: list[bytes] = []
         self._deltas: dict[bytes, list[bytes]] | None = {} if gather else None
@@ -212,9 +220,10 @@ class Stream:
             return b""
         choices = _OBJECTS.decode(fields["choices"])
         self._note(fields, choices)
-        if self._alias is None:
+        if self._verbatim:
             return chunk + b"\n\n"
-        fields["model"] = self._alias
+        if self._alias is not None:
+            fields["model"] = self._alias
         if not self._want.ids:
             fields.pop("prompt_token_ids", None)
         if not self._want.usage:
