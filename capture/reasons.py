@@ -60,6 +60,7 @@ DROPPED: Final[dict[str, str]] = {
     "replaced": "Another attempt of the same rollout took its place.",
     "stale": "The policy has moved on too far since these tokens were sampled.",
     "nonfinite": "The batch gave a gradient that is not finite, twice.",
+    "out_of_memory": "One of its batch's samples alone does not fit into the learner's memory.",
 }
 """Reasons for which rollouts are dropped -> sentence; ending a run and closing a group may give others."""
 

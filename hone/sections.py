@@ -25,6 +25,7 @@ from hone.settings import (
     EngineSettings,
     EvalSettings,
     PolicySettings,
+    PromoteSettings,
     RunSettings,
     StoreSettings,
     TrainSettings,
@@ -64,6 +65,7 @@ SOURCES = (
     Source("train", learner.settings.Settings, LEARNER_DERIVED),
     Source("train", rollouts.settings.Settings, frozenset({"model_name", "eval_env", "redact"})),
     Source("eval", EvalSettings),
+    Source("promote", PromoteSettings),
     Source("control", ControlSettings),
 )
 ROUTES = "routes"  # a table of its own: model name -> proxy.settings.Route

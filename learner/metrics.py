@@ -42,6 +42,8 @@ def counter(name: str, meaning: str, source: str = "", *labels: str) -> Metric:
 CATALOGUE = (
     counter("batches", "Committed batches, by whether they stepped.", "", "kind"),
     counter("batches_dropped", "Batches that were given up.", "", "reason"),
+    counter("memory_splits", "Times that micro-batches were halved because memory ran out."),
+    counter("disk_full", "Times that training waited because the disk was full."),
     counter("trained_tokens", "Owned tokens that were trained on.", "trained_tokens"),
     counter("zero_advantage_tokens", "Owned tokens whose advantage was zero.", "zero_advantage_tokens"),
     counter("mismatch_tokens", "Tokens compared between engine and learner.", "mismatch_tokens"),
@@ -137,6 +139,14 @@ class Metrics:
             self._steps_path.parent.mkdir(parents=True, exist_ok=True)
             with self._steps_path.open("a") as file:
                 file.write(json.dumps({"batch_id": batch_id, **numbers}) + "\n")
+
+    def out_of_memory(self) -> None:
+        """Count a split of the micro-batches."""
+        self._counters["memory_splits"].inc()
+
+    def disk_full(self) -> None:
+        """Count a write that found no room."""
+        self._counters["disk_full"].inc()
 
     def dropped(self, reason: str) -> None:
         """Count a batch that was given up."""

@@ -50,7 +50,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     logits_rows: Positive = 256  # rows of logits that exist at once
 
     save_every: Positive = 20  # steps between checkpoints that are kept for good
-    keep_last: Positive = 2  # newest checkpoints kept besides
+    keep_last: Positive = 2  # newest checkpoints kept besides, and the best one by evaluation
+    disk_retry_s: Annotated[float, msgspec.Meta(gt=0)] = 10.0  # between attempts while the disk is full
     versions_kept: Positive = 8  # recent adapters in memory, for the mismatch
     mismatch_fraction: Annotated[float, msgspec.Meta(ge=0, le=1)] = (
         0.05  # of trained tokens that are compared

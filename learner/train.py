@@ -18,12 +18,15 @@ from pathlib import Path
 import msgspec
 import torch
 
+from capture import evaluations
+from capture.errors import StoreError
 from capture.sqlite import SqliteStore
 from capture.store import Store
 from capture.types import Batch, Commit, Lineage, Version
-from learner import canary, checkpoint, mismatch, publish
+from learner import canary, checkpoint, mismatch, publish, trouble
 from learner import groups as reading
 from learner.checkpoint import Checkpoint, State
+from learner.continuing import refuse_other
 from learner.groups import Member
 from learner.lease import Lease
 from learner.metrics import Metrics
@@ -62,17 +65,15 @@ def run(
         closing(SqliteStore(store_path)) as store,
     ):
         learner = Learner(settings, model, store, lease, metrics, run_id, should_stop, on_point)
-        learner.resume()
         while not should_stop() and not learner.finished:
-            lease.check()
-            batch = learner.take()
-            if batch is None:
-                time.sleep(settings.poll_s)
-                continue
             try:
-                learner.train(batch)
+                learner.turn()
             except Abandoned:
                 return  # the batch stays taken; whoever starts next takes it again
+            except (OSError, StoreError) as error:
+                if not trouble.disk_full(error):
+                    raise
+                learner.wait_for_room(error)
 
 
 class Learner:
@@ -109,6 +110,7 @@ class Learner:
         self.batches = 0
         self.controls = 0  # negative controls measured
         self.clock = Clock()
+        self.stands = False  # on the lineage's head, with nothing left to publish
 
     @property
     def finished(self) -> bool:
@@ -116,6 +118,17 @@ class Learner:
         return self.settings.steps_max is not None and self.lineage.step >= self.settings.steps_max
 
     # -- the loop, top to bottom -------------------------------------------------------------------
+
+    def turn(self) -> None:
+        """Look for a batch, and train it if there is one."""
+        self.lease.check()
+        if not self.stands:
+            self.resume()
+        batch = self.take()
+        if batch is None:
+            time.sleep(self.settings.poll_s)
+        else:
+            self.train(batch)
 
     def take(self) -> Batch | None:
         """The next batch, or the one that an earlier learner took and never committed."""
@@ -148,17 +161,52 @@ class Learner:
             self.clock.lap("publish_s")
 
     def step(self, batch: Batch, groups: Sequence[Sequence[Member]]) -> Sums | None:
-        """The optimizer's steps; None: the batch was dropped, for it gave no finite gradient twice."""
-        for attempt in (1, 2):
-            try:
-                done = self.lineage.step
-                return update(self.settings, self.model, self.optimizer, groups, self.should_stop, done)
-            except NonFinite as error:
-                log.warning("batch %s, attempt %d: %s", batch.id, attempt, error)
-                self.restore(self.head)
-        self.store.drop_batch(batch.id, "nonfinite", self.lease.epoch)
-        self.metrics.dropped("nonfinite")
-        return None
+        """The optimizer's steps. None: the batch was dropped, for it gave no finite gradient twice, or one of
+        its samples does not fit into memory."""
+        left = 2
+        while left:
+            found = self.attempt(batch, groups)
+            if isinstance(found, Sums):
+                return found
+            self.restore(self.head)
+            if found == "out_of_memory" and self.split(groups):
+                continue
+            left = 0 if found == "out_of_memory" else left - 1
+        return self.drop(batch, found)
+
+    def attempt(self, batch: Batch, groups: Sequence[Sequence[Member]]) -> Sums | str:
+        """The optimizer's steps, or why there is no trusting the weights now."""
+        try:
+            done = self.lineage.step
+            return update(self.settings, self.model, self.optimizer, groups, self.should_stop, done)
+        except NonFinite as error:
+            log.warning("batch %s: %s", batch.id, error)
+            return "nonfinite"
+        except (RuntimeError, MemoryError) as error:
+            if not trouble.out_of_memory(error):
+                raise
+            return "out_of_memory"
+
+    def split(self, groups: Sequence[Sequence[Member]]) -> bool:
+        """Halve the micro-batches, from now on. False: every sample goes alone already.
+
+        The batch begins again: its gradient is the same to rounding, however it is split.
+        """
+        trouble.release()
+        self.model.forget_gradients()
+        self.metrics.out_of_memory()
+        tokens = self.settings.micro_batch_tokens
+        shortest = min(len(one.token_ids) for group in groups for member in group for one in member.samples)
+        if tokens <= shortest:
+            return False
+        self.settings = msgspec.structs.replace(self.settings, micro_batch_tokens=max(shortest, tokens // 2))
+        log.warning("out of memory: micro-batches of %d tokens from now on", self.settings.micro_batch_tokens)
+        return True
+
+    def drop(self, batch: Batch, reason: str) -> None:
+        """Give the batch up."""
+        self.store.drop_batch(batch.id, reason, self.lease.epoch)
+        self.metrics.dropped(reason)
 
     def commit(
         self, batch: Batch, groups: Sequence[Sequence[Member]], numbers: dict[str, float], steps: int
@@ -191,8 +239,15 @@ class Learner:
         numbers["version"] = float(self.lineage.head_version)
         self.metrics.committed(batch.id, numbers, bool(steps))
         self.batches += 1
-        checkpoint.prune(self.checkpoints, self.lineage.id, self.settings.keep_last, self.settings.save_every)
+        last, every = self.settings.keep_last, self.settings.save_every
+        checkpoint.prune(self.checkpoints, self.lineage.id, last, every, self.steps_kept())
         return version
+
+    def steps_kept(self) -> set[int]:
+        """The steps whose version did best in evaluation, or is still being evaluated."""
+        versions = set(self.store.pinned_versions(self.lineage.policy))
+        best = evaluations.best(evaluations.recorded(self.store, self.run_id))
+        return {self.versions.step(version) for version in (versions if best is None else {*versions, best})}
 
     def publish(self, version: Version) -> None:
         """Make a committed version an adapter that engines can load; again after a crash."""
@@ -203,18 +258,38 @@ class Learner:
 
     # -- state -------------------------------------------------------------------------------------
 
+    def wait_for_room(self, error: Exception) -> None:
+        """The disk is full. What was not committed is undone; it is done again once there may be room."""
+        log.error("the disk is full; training goes on when there is room: %s", error)
+        self.metrics.disk_full()
+        self.stands = False
+        self.restore(self.head)
+        deadline = time.monotonic() + self.settings.disk_retry_s
+        while time.monotonic() < deadline and not self.should_stop():
+            time.sleep(self.settings.poll_s)
+
     def resume(self) -> None:
         """Stand on the lineage's head: its checkpoint loaded, orphans gone, its version published."""
+        self.lineage = self.store.lineage(self.run_id)
         head = Path(self.lineage.checkpoint) if self.lineage.checkpoint else None
         checkpoint.sweep(self.checkpoints, self.lineage.id, head, self.lineage.step)
         publish.sweep(self.settings, self.lineage.policy)
-        if head is None:
+        self.versions.read(self.store.versions(self.lineage.policy))
+        origin = self.versions.origin(self.lineage.head_version)
+        if origin is not None:
+            refuse_other(self.settings, self.model, origin)
+        if head is not None:
+            self.restore(checkpoint.load(head))
+            self.publish_head()
+        else:
             start = self.versions.adapter(self.lineage.start_version)
-            if start is not None:  # version 0 is the base: a fresh adapter is the same function
+            if start is not None:  # where it is the base, a fresh adapter is the same function
                 self.model.load(start)
                 self.head = self.snapshot(self.head.state)
-            return
-        self.restore(checkpoint.load(head))
+        self.stands = True
+
+    def publish_head(self) -> None:
+        """Publish the head's version if that did not happen yet."""
         for version in self.store.versions(self.lineage.policy):
             if version.version == self.lineage.head_version and version.state == "committed":
                 self.publish(version)

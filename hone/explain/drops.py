@@ -170,6 +170,15 @@ def _nonfinite(facts: Facts) -> Verdict:
     )
 
 
+def _out_of_memory(facts: Facts) -> Verdict:
+    return Verdict(
+        kind="out_of_memory",
+        sentence=f"Not trained: a sample of batch {facts.rollout.batch_id} alone did not fit into the learner's "
+        "memory, and the batch was dropped; shorter contexts help (engine.max_model_len).",
+        setting="engine.max_model_len",
+    )
+
+
 def ungrouped(facts: Facts) -> Verdict:
     """For a rollout without a group."""
     if facts.rollout.passive:
@@ -190,5 +199,6 @@ _DROPS: dict[str, Callable[[Facts], Verdict]] = {
     "group_deadline": _group_deadline,
     "replaced": _replaced,
     "nonfinite": _nonfinite,
+    "out_of_memory": _out_of_memory,
     "ungrouped": ungrouped,
 }

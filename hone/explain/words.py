@@ -32,6 +32,7 @@ SETTINGS = {
     "group_deadline": "rewards.group_deadline_s",
     "stale": "train.staleness_max",
     "nonfinite": "train.lr",
+    "out_of_memory": "engine.max_model_len",
     "run_ended": "train.steps_max",
 }
 """Reason -> the setting that would change it; reasons that no setting changes are not here."""
