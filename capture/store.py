@@ -148,8 +148,8 @@ class Store(Protocol):
     def start_run(
         self, run_id: str, policy: str, settings: Mapping[str, Any], *, start_version: int = 0
     ) -> Lineage:
-        """Create the run, its lineage and version 0 where they do not exist; idempotent. Its training rollouts
-        begin at `start_version`: `NotFound` for one that never was active."""
+        """Create the run, its lineage and version 0 where they do not exist; idempotent. Its training
+        rollouts begin at `start_version`: `NotFound` for one that never was active."""
 
     def run_settings(self, run_id: str) -> dict[str, Any]: ...
     def lineage(self, run_id: str) -> Lineage: ...

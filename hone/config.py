@@ -71,8 +71,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     def _settings(self) -> tuple[msgspec.Struct, ...]:
         proxies = (self.proxy, self.proxy.engines, self.proxy.sampling)
         rooms = (*proxies, self.capture, self.rewards, self.rewards.passive)
-        ours = (self.store, self.policy, self.run, self.engine, self.train, self.eval, self.promote, self.control)
-        return (*rooms, *ours, self.learner, self.rollouts)
+        ours = (self.store, self.policy, self.run, self.engine, self.train, self.eval, self.promote)
+        return (*rooms, *ours, self.control, self.learner, self.rollouts)
 
 
 def load(path: Path, environ: Mapping[str, str], hardware: Hardware | None = None) -> Config:
@@ -151,6 +151,7 @@ def _connect(made: Made, routes: dict[str, proxy.settings.Route], path: Path, ha
             adapter_dir=engine.adapter_dir,
             checkpoint_dir=f"{run.dir}/checkpoints",
             steps_path=f"{run.dir}/steps.jsonl",
+            sinks_dir=run.dir,
             dtype=engine.dtype,
         ),
         rollouts=_rollouts(made, policy, folder),

@@ -52,8 +52,8 @@ def exported_version(store: Store, policy: str, version: int) -> Version:
 def export(version: Version, base_model: str, target: Target, *, merged: bool, dtype: "Dtype") -> Export:
     """Write the version to `target`, whole or, at an object store, without its last file.
 
-    `Conflict`: something is there. `Corrupt`: the adapter is damaged. `ConfigError`: the learner's extra or the
-    base model is missing.
+    `Conflict`: something is there. `Corrupt`: the adapter is damaged. `ConfigError`: the learner's extra or
+    the base model is missing.
     """
     target.refuse_existing()
     source = Path(str(version.path))

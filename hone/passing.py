@@ -1,4 +1,4 @@
-"""Whether an evaluation is good enough to promote the version by itself (`[promote]`). Pure but for `consider`."""
+"""Whether an evaluation is good enough to promote its version (`[promote]`). `verdict` decides, purely."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -21,8 +21,8 @@ def verdict(settings: PromoteSettings, new: Rewards, old: Rewards) -> tuple[bool
     counts = [sum(len(side[key]) for key in shared) for side in (new, old)]
     if len(shared) < 2 or min(counts) < settings.rollouts_min:
         return False, (
-            f"{counts[0]} against {counts[1]} scored rollouts on {len(shared)} scenarios that both played are too "
-            f"few (promote.rollouts_min = {settings.rollouts_min})"
+            f"{counts[0]} against {counts[1]} scored rollouts on {len(shared)} scenarios that both played "
+            f"are too few (promote.rollouts_min = {settings.rollouts_min})"
         )
     found = interval([_mean(new[key]) - _mean(old[key]) for key in shared])
     told = f"the reward differs by {found.mean:+.3f} [{found.low:+.3f}, {found.high:+.3f}]"
@@ -32,7 +32,8 @@ def verdict(settings: PromoteSettings, new: Rewards, old: Rewards) -> tuple[bool
 
 
 def consider(store: Store, policy: str, settings: PromoteSettings, run_id: str, version: int) -> str:
-    """Ask that the version be promoted if its newest evaluations pass; the sentence that says what came of it."""
+    """Ask that the version be promoted if its newest evaluations pass; the sentence that says what came of
+    it."""
     promoted = store.promoted_version(policy)
     held = promoted.version if promoted else 0
     if version == held:
@@ -42,11 +43,12 @@ def consider(store: Store, policy: str, settings: PromoteSettings, run_id: str, 
     missing = sorted(new.keys() - old.keys())
     if missing:
         return (
-            f"v{version} is not promoted: v{held}, which is, has no evaluation on {missing[0]} to compare with; "
-            f"`hone eval --version {held}` makes one"
+            f"v{version} is not promoted: v{held}, which is, has no evaluation on {missing[0]} to compare "
+            f"with; `hone eval --version {held}` makes one"
         )
     sides = [
-        rewards({name: [store.rollout(id) for id in side[name].rollouts] for name in new}) for side in (new, old)
+        rewards({name: [store.rollout(id) for id in side[name].rollouts] for name in new})
+        for side in (new, old)
     ]
     passed, why = verdict(settings, *sides)
     if not passed:

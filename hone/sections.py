@@ -49,7 +49,9 @@ class Source(msgspec.Struct, frozen=True):
 
 
 PROXY_DERIVED = frozenset({"policy", "routes", "engines", "sampling", "commit_timeout_s"})
-LEARNER_DERIVED = frozenset({"base_model", "adapter_dir", "checkpoint_dir", "steps_path", "dtype"})
+LEARNER_DERIVED = frozenset(
+    {"base_model", "adapter_dir", "checkpoint_dir", "steps_path", "sinks_dir", "dtype"}
+)
 SOURCES = (
     Source("policy", PolicySettings),
     Source("run", RunSettings),

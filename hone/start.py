@@ -100,8 +100,8 @@ def readable(config: Config, source: Path) -> Manifest:
         lora = json.loads((source / CONFIG).read_bytes())
     except (AdapterError, OSError, ValueError) as error:
         raise ConfigError(
-            f"{SETTING}: {source} is no adapter that `hone sft`, `hone train` or `hone adapters export` wrote: "
-            f"{error}"
+            f"{SETTING}: {source} is no adapter that `hone sft`, `hone train` or `hone adapters export` "
+            f"wrote: {error}"
         ) from error
     check(source, manifest.sha256)
     ours = config.learner
@@ -110,7 +110,9 @@ def readable(config: Config, source: Path) -> Manifest:
         ("lora_alpha", lora.get("lora_alpha"), ours.alpha),
     ):
         if held != wanted:
-            raise ConfigError(f"train.{name} is {wanted:g}, but {source} has {held}: training goes on with that")
+            raise ConfigError(
+                f"train.{name} is {wanted:g}, but {source} has {held}: training goes on with that"
+            )
     return manifest
 
 

@@ -113,7 +113,8 @@ def sweep(directory: Path, lineage: str, head: Path | None, head_step: int) -> l
 
 
 def prune(directory: Path, lineage: str, keep_last: int, save_every: int, steps: Collection[int]) -> None:
-    """Remove all but the newest `keep_last`, every one whose step `save_every` divides, and those of `steps`."""
+    """Remove all but the newest `keep_last`, every one whose step `save_every` divides, and those of
+    `steps`."""
     for path in sorted(directory.glob(f"{lineage}-*"))[:-keep_last]:
         if step_of(path) % save_every and step_of(path) not in steps:
             shutil.rmtree(path)

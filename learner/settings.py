@@ -7,6 +7,7 @@ import msgspec
 from capture.errors import ConfigError
 
 Positive = Annotated[int, msgspec.Meta(ge=1)]
+SinkName = Literal["tensorboard", "wandb", "trackio"]
 NEVER_SERVED = {"lm_head", "embed_tokens", "wte"}  # vLLM has no LoRA for these
 
 
@@ -19,6 +20,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     steps_path: str | None = None  # JSONL with one line a committed batch; none if absent
     metrics_host: str = "127.0.0.1"  # where /metrics listens
     metrics_port: Annotated[int, msgspec.Meta(ge=0, le=65535)] | None = 8002  # absent: no /metrics
+    sinks: list[SinkName] = []  # where else the numbers of each batch go; each needs the extra of its name
+    sinks_project: str = "hone"  # the project's name there
+    sinks_dir: str = "runs"  # where sinks write that write files
     device: str = "cpu"  # as torch names it
     threads: Positive = 1  # CPU threads for matrix products
     seed: int = 42  # of the adapter's initial weights

@@ -32,6 +32,7 @@ from learner.lease import Lease
 from learner.metrics import Metrics
 from learner.model import Model, rounded
 from learner.settings import Settings
+from learner.sinks import opened
 from learner.update import Abandoned, NonFinite, Sums, update
 from learner.versions import Versions
 
@@ -63,9 +64,14 @@ def run(
         Lease(store_path, policy, settings.lease_wait_s, should_stop) as lease,
         Metrics(settings.metrics_host, settings.metrics_port, settings.steps_path) as metrics,
         closing(SqliteStore(store_path)) as store,
+        closing(
+            opened(
+                settings.sinks, run_id, settings.sinks_project, Path(settings.sinks_dir), metrics.sink_failed
+            )
+        ) as metrics.sinks,
     ):
         learner = Learner(settings, model, store, lease, metrics, run_id, should_stop, on_point)
-        while not should_stop() and not learner.finished:
+        while not should_stop() and not (learner.stands and learner.finished):
             try:
                 learner.turn()
             except Abandoned:
@@ -124,6 +130,8 @@ class Learner:
         self.lease.check()
         if not self.stands:
             self.resume()
+        if self.finished:
+            return
         batch = self.take()
         if batch is None:
             time.sleep(self.settings.poll_s)
@@ -177,8 +185,10 @@ class Learner:
     def attempt(self, batch: Batch, groups: Sequence[Sequence[Member]]) -> Sums | str:
         """The optimizer's steps, or why there is no trusting the weights now."""
         try:
-            done = self.lineage.step
-            return update(self.settings, self.model, self.optimizer, groups, self.should_stop, done)
+            done, reference = self.lineage.step, self.versions.adapter(0)
+            return update(
+                self.settings, self.model, self.optimizer, groups, self.should_stop, done, reference
+            )
         except NonFinite as error:
             log.warning("batch %s: %s", batch.id, error)
             return "nonfinite"
@@ -247,7 +257,7 @@ class Learner:
         """The steps whose version did best in evaluation, or is still being evaluated."""
         versions = set(self.store.pinned_versions(self.lineage.policy))
         best = evaluations.best(evaluations.recorded(self.store, self.run_id))
-        return {self.versions.step(version) for version in (versions if best is None else {*versions, best})}
+        return self.versions.steps(versions if best is None else {*versions, best})
 
     def publish(self, version: Version) -> None:
         """Make a committed version an adapter that engines can load; again after a crash."""

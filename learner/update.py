@@ -11,7 +11,7 @@ from capture.errors import HoneError
 from learner.batch import MicroBatch, Scored, micro_batches
 from learner.groups import Member
 from learner.losses import cispo, penalised
-from learner.model import Model
+from learner.model import Model, Tensors
 from learner.settings import Settings
 
 
@@ -62,13 +62,15 @@ def update(
     groups: Sequence[Sequence[Member]],
     should_stop: Callable[[], bool],
     done: int,
+    reference: Tensors | None = None,
 ) -> Sums:
     """All passes and minibatches of one batch. A minibatch in which nothing has an advantage is no step.
 
-    `done` steps of the lineage came before; the learning rate follows from them alone.
+    `done` steps of the lineage came before; the learning rate follows from them alone. `reference`: version
+    0's adapter, None where that is the bare base.
     """
     sums = Sums()
-    parts = [Part(members) for members in split(groups, settings.minibatches)]
+    parts = [Part(members, reference) for members in split(groups, settings.minibatches)]
     for _ in range(settings.passes):
         for part in parts:
             for group in optimizer.param_groups:
@@ -80,15 +82,16 @@ def update(
 class Part:
     """A minibatch, and what stays the same over its passes."""
 
-    def __init__(self, members: Sequence[Member]) -> None:
+    def __init__(self, members: Sequence[Member], reference: Tensors | None) -> None:
         self.members = members
+        self._reference = reference
         self._refs: list[torch.Tensor] = []
 
     def reference(self, model: Model, index: int, micro: MicroBatch) -> torch.Tensor:
-        """log ref of the owned tokens [M] of micro-batch `index`: the base's, which is version 0. Computed
-        once: the micro-batches of each pass are the same."""
+        """log ref of the owned tokens [M] of micro-batch `index`, under version 0. Computed once: the
+        micro-batches of each pass are the same."""
         if index == len(self._refs):
-            with model.under(None):
+            with model.under(self._reference):
                 self._refs.append(model.logprobs(micro))
         return self._refs[index]
 

@@ -1,6 +1,7 @@
 """Recent versions of the policy as frozen adapters, as the engines hold them."""
 
 from collections import OrderedDict
+from collections.abc import Collection
 from pathlib import Path
 
 from capture.types import Version
@@ -27,9 +28,9 @@ class Versions:
         self._versions[version.version] = version
         self._keep(version.version, rounded(adapter, self._dtype))
 
-    def step(self, version: int) -> int:
-        """The step of its lineage that made it."""
-        return self._versions[version].step
+    def steps(self, versions: Collection[int]) -> set[int]:
+        """The steps that made these versions, as far as they are known."""
+        return {self._versions[version].step for version in versions if version in self._versions}
 
     def distance(self, version: int) -> int:
         """Lineage versions between version 0 and this one."""
@@ -43,7 +44,7 @@ class Versions:
         return None if found.path is None else Path(found.path)
 
     def adapter(self, version: int) -> Tensors | None:
-        """The frozen adapter; None: version 0, where that is the bare base. `OSError` if its directory is gone."""
+        """The frozen adapter; None: version 0 that is the bare base. `OSError` if its directory is gone."""
         if version not in self._adapters:
             path = self._versions[version].path
             if path is None and version == 0:
