@@ -1,7 +1,8 @@
 """A version as a model of its own: the base's weights with the adapter's product added.
 
 The sum is rounded once, to the weights' type. In half precision that may round a small adapter away; in
-float32 the merged model says what base and adapter say. Tokenizer, chat template and generation settings are copied.
+float32 the merged model says what base and adapter say. Tokenizer, chat template and generation settings are
+copied.
 """
 
 import json

@@ -5,10 +5,13 @@ from pathlib import Path
 import pytest
 from learner_world import World
 
-from capture.evaluations import Evaluation, record
+from capture.evaluations import Evaluation, best, record, recorded
 from capture.types import EngineVersion, Rollout
+from hone.cli.eval import remember
+from hone.config import load
 from hone.passing import consider, verdict
 from hone.settings import PromoteSettings
+from rollouts.evaluate import summarise
 
 AUTO = PromoteSettings(auto=True, rollouts_min=4)
 
@@ -50,8 +53,8 @@ def world(tmp_path: Path) -> World:
     return world
 
 
-def play(world: World, version: int, values: list[float]) -> None:
-    """Evaluate the version, with one rollout a scenario."""
+def played_by(world: World, version: int, values: list[float]) -> list[str]:
+    """The ids of scored rollouts of the version, one a scenario."""
     ids = []
     for number, value in enumerate(values):
         ids.append(f"r_{version}_{number}")
@@ -68,7 +71,12 @@ def play(world: World, version: int, values: list[float]) -> None:
         world.store.seal_rollout(ids[-1], "completed")
         world.store.settle(ids[-1], [])
         world.store.save_score(ids[-1], value, {}, "script")
-    mean = sum(values) / len(values)
+    return ids
+
+
+def play(world: World, version: int, values: list[float]) -> None:
+    """Evaluate the version."""
+    ids, mean = played_by(world, version, values), sum(values) / len(values)
     found = Evaluation(version=version, scenarios="eval.jsonl", reward=mean, rollouts=ids, at=0.0)
     record(world.store, world.run_id, found)
 
@@ -96,3 +104,24 @@ def test_what_is_worse_is_not(world: World) -> None:
         world.store, "policy", AUTO, "run", 1
     )
     assert world.store.open_promotion("policy") is None
+
+
+def test_an_evaluation_is_remembered_and_may_promote(world: World, tmp_path: Path) -> None:
+    path = tmp_path / "hone.toml"
+    path.write_text(
+        f"[policy]\nbase_model = 'org/model'\n[run]\ndir = '{tmp_path}'\n[capture]\npath = '{world.path}'\n"
+        "[rewards]\nscript = 'reward.py'\n[promote]\nauto = true\nrollouts_min = 4\n"
+    )
+    config = load(path, {})
+    for version, values in ((0, [0.1, 0.2, 0.1, 0.2]), (1, [0.8, 0.9, 0.8, 0.9])):
+        played = [world.store.rollout(id) for id in played_by(world, version, values)]
+        said = remember(config, {"eval.jsonl": summarise(version, played)})
+    assert said is not None
+    assert said.startswith("v1 passed and is asked for in place of v0")
+    found = recorded(world.store, "run")
+    assert [(one.version, round(one.reward, 6), len(one.rollouts)) for one in found] == [
+        (0, 0.15, 4),
+        (1, 0.85, 4),
+    ]
+    assert all(Path(one.scenarios).is_absolute() for one in found)
+    assert best(found) == 1

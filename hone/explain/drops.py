@@ -173,8 +173,8 @@ def _nonfinite(facts: Facts) -> Verdict:
 def _out_of_memory(facts: Facts) -> Verdict:
     return Verdict(
         kind="out_of_memory",
-        sentence=f"Not trained: a sample of batch {facts.rollout.batch_id} did not fit into memory by itself, "
-        f"and the batch was dropped; shorter contexts help ({named(facts, 'engine.max_model_len')}).",
+        sentence=f"Not trained: a sample of batch {facts.rollout.batch_id} did not fit into memory by "
+        f"itself, and the batch was dropped; shorter contexts help ({named(facts, 'engine.max_model_len')}).",
         setting="engine.max_model_len",
     )
 
