@@ -171,16 +171,20 @@ class Learner:
     def step(self, batch: Batch, groups: Sequence[Sequence[Member]]) -> Sums | None:
         """The optimizer's steps. None: the batch was dropped, for it gave no finite gradient twice, or one of
         its samples does not fit into memory."""
-        left = 2
+        left, why = 2, ""
         while left:
             found = self.attempt(batch, groups)
             if isinstance(found, Sums):
                 return found
+            why = found
             self.restore(self.head)
-            if found == "out_of_memory" and self.split(groups):
-                continue
-            left = 0 if found == "out_of_memory" else left - 1
-        return self.drop(batch, found)
+            if why == "out_of_memory":
+                left = 2 if self.split(groups) else 0
+            else:
+                left -= 1
+        self.store.drop_batch(batch.id, why, self.lease.epoch)
+        self.metrics.dropped(why)
+        return None
 
     def attempt(self, batch: Batch, groups: Sequence[Sequence[Member]]) -> Sums | str:
         """The optimizer's steps, or why there is no trusting the weights now."""
@@ -202,21 +206,16 @@ class Learner:
 
         The batch begins again: its gradient is the same to rounding, however it is split.
         """
-        trouble.release()
         self.model.forget_gradients()
+        trouble.release()
         self.metrics.out_of_memory()
-        tokens = self.settings.micro_batch_tokens
-        shortest = min(len(one.token_ids) for group in groups for member in group for one in member.samples)
-        if tokens <= shortest:
+        lengths = [len(one.token_ids) for group in groups for member in group for one in member.samples]
+        tokens = trouble.halved(self.settings.micro_batch_tokens, lengths)
+        if tokens is None:
             return False
-        self.settings = msgspec.structs.replace(self.settings, micro_batch_tokens=max(shortest, tokens // 2))
-        log.warning("out of memory: micro-batches of %d tokens from now on", self.settings.micro_batch_tokens)
+        log.warning("out of memory: micro-batches of %d tokens from now on", tokens)
+        self.settings = msgspec.structs.replace(self.settings, micro_batch_tokens=tokens)
         return True
-
-    def drop(self, batch: Batch, reason: str) -> None:
-        """Give the batch up."""
-        self.store.drop_batch(batch.id, reason, self.lease.epoch)
-        self.metrics.dropped(reason)
 
     def commit(
         self, batch: Batch, groups: Sequence[Sequence[Member]], numbers: dict[str, float], steps: int

@@ -2,6 +2,7 @@
 
 import errno
 import gc
+from collections.abc import Sequence
 
 import torch
 
@@ -17,6 +18,12 @@ def out_of_memory(error: BaseException) -> bool:
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and CPU_ALLOCATOR in str(error)
+
+
+def halved(tokens: int, lengths: Sequence[int]) -> int | None:
+    """Half of as many tokens a micro-batch as there can be; None where every sample goes alone already."""
+    least = min(lengths)
+    return None if tokens <= least else max(least, min(tokens, sum(lengths)) // 2)
 
 
 def disk_full(error: BaseException) -> bool:

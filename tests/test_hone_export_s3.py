@@ -25,12 +25,12 @@ Hone = Callable[..., "subprocess.CompletedProcess[str]"]
 
 @pytest.fixture(scope="module")
 def s3() -> Iterator[str]:
-    """A server's URL; its bucket is `b`."""
+    """A server's URL; its bucket is `box`."""
     server = moto.ThreadedMotoServer(port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
     url = f"http://{host}:{port}"
-    files(url).mkdir("b")
+    files(url).mkdir("box")
     yield url
     server.stop()
 
@@ -67,31 +67,31 @@ def hone(tmp_path_factory: pytest.TempPathFactory, s3: str) -> Hone:
 
 
 def test_the_adapter_and_the_merged_model_arrive_whole(hone: Hone, s3: str, tmp_path: Path) -> None:
-    adapter, merged = hone("s3://b/runs/v1"), hone("s3://b/merged/", "--merge", "--json")
+    adapter, merged = hone("s3://box/runs/v1"), hone("s3://box/merged/", "--merge", "--json")
     assert (adapter.returncode, adapter.stderr, merged.returncode) == (0, "", 0), merged.stderr
-    assert adapter.stdout == "policy@v1, the adapter: s3://b/runs/v1\n"
-    assert json.loads(merged.stdout)["to"] == "s3://b/merged"
+    assert adapter.stdout == "policy@v1, the adapter: s3://box/runs/v1\n"
+    assert json.loads(merged.stdout)["to"] == "s3://box/merged"
     fs = files(s3)
-    names = {path.rpartition("/")[2] for path in fs.ls("b/runs/v1")}
+    names = {path.rpartition("/")[2] for path in fs.ls("box/runs/v1")}
     assert names == {"adapter_config.json", "adapter_model.safetensors", "manifest.json"}
-    fs.get("b/runs/v1", str(tmp_path / "v1"), recursive=True)
+    fs.get("box/runs/v1", str(tmp_path / "v1"), recursive=True)
     assert read_manifest(tmp_path / "v1").version == 1
-    fs.get("b/merged", str(tmp_path / "merged"), recursive=True)
+    fs.get("box/merged", str(tmp_path / "merged"), recursive=True)
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "merged").num_parameters() > 10_000
-    last = max(fs.ls("b/merged", detail=True), key=lambda entry: entry["LastModified"])
-    assert last["name"] == "b/merged/hone.json"
+    last = max(fs.ls("box/merged", detail=True), key=lambda entry: entry["LastModified"])
+    assert last["name"] == "box/merged/hone.json"
 
 
 def test_what_is_there_is_not_written_over(hone: Hone, s3: str) -> None:
     fs = files(s3)
-    fs.pipe("b/kept/deep/file", b"mine")
-    found = hone("s3://b/kept")
+    fs.pipe("box/kept/deep/file", b"mine")
+    found = hone("s3://box/kept")
     assert found.returncode == 1
-    assert "s3://b/kept is there already" in found.stderr
-    assert fs.find("b/kept") == ["b/kept/deep/file"]
-    fs.pipe("b/file", b"mine")
-    assert "is there already" in hone("s3://b/file").stderr
-    assert fs.cat("b/file") == b"mine"
+    assert "s3://box/kept is there already" in found.stderr
+    assert fs.find("box/kept") == ["box/kept/deep/file"]
+    fs.pipe("box/file", b"mine")
+    assert "is there already" in hone("s3://box/file").stderr
+    assert fs.cat("box/file") == b"mine"
 
 
 def test_what_the_store_says_becomes_a_sentence(hone: Hone) -> None:
@@ -102,6 +102,6 @@ def test_what_the_store_says_becomes_a_sentence(hone: Hone) -> None:
 
 
 def test_a_missing_backend_names_its_extra(hone: Hone) -> None:
-    found = hone("gs://b/v1")  # gcsfs is not installed beside the tests
+    found = hone("gs://box/v1")  # gcsfs is not installed beside the tests
     assert found.returncode == 1
     assert "pip install 'hone[gcs]'" in found.stderr
