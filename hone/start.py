@@ -25,9 +25,12 @@ SETTING = "train.init_adapter"
 
 
 def start_policy(config: Config, store: Store, adapter: str | None = None) -> Version:
-    """Version 0 of the policy; `adapter` goes before the setting. `ConfigError` where both it and the store
-    say what version 0 is, and differ."""
-    policy, source = config.policy.name, adapter or config.train.init_adapter
+    """Version 0 of the policy. `ConfigError` where `adapter`, the setting and the store say different things
+    of what it is."""
+    policy, setting = config.policy.name, config.train.init_adapter
+    if adapter and setting and Path(adapter).resolve() != Path(setting).resolve():
+        raise ConfigError(f"--from {adapter}: {SETTING} is {setting}; version 0 can be one of them")
+    source = adapter or setting
     if source is None:
         return store.start_policy(policy, None, None)
     manifest = readable(config, Path(source))

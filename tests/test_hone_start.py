@@ -93,6 +93,8 @@ def test_what_cannot_be_version_0_is_said(
         begin(configured(rank=8), store, None, str(sft))
     with pytest.raises(ConfigError, match=r"train\.lora_alpha is 16, but"):
         begin(configured("lora_alpha = 16"), store, None, str(sft))
+    with pytest.raises(ConfigError, match=r"--from .*: train\.init_adapter is .*; version 0 can be one of"):
+        begin(configured("init_adapter = 'elsewhere'"), store, None, str(sft))
     assert store.versions("policy") == []
     start_run(config, store, "run")
     with pytest.raises(ConfigError, match=r"train\.init_adapter: version 0 of policy is the base model"):
