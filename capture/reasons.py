@@ -66,6 +66,7 @@ DROPPED: Final[dict[str, str]] = {
     "overlong": "A reply or its context was cut off at the limit, and `train.overlong_filter` is on.",
     JUDGE: "It is a judge's own: a reward script asked it about another rollout.",
     "nonfinite": "The batch gave a gradient that is not finite, twice.",
+    "out_of_memory": "One of its batch's samples alone does not fit into the learner's memory.",
 }
 """Reasons for which rollouts are dropped -> sentence; ending a run and closing a group may give others."""
 

@@ -158,8 +158,11 @@ class Store(Protocol):
         """Unexpired leases whose name starts with `prefix` -> holder."""
 
     # -- runs and lineages -------------------------------------------------------------------
-    def start_run(self, run_id: str, policy: str, settings: Mapping[str, Any]) -> Lineage:
-        """Create the run, its lineage and version 0 where they do not exist; idempotent."""
+    def start_run(
+        self, run_id: str, policy: str, settings: Mapping[str, Any], *, start_version: int = 0
+    ) -> Lineage:
+        """Create the run, its lineage and version 0 where they do not exist; idempotent. Its training
+        rollouts begin at `start_version`: `NotFound` for one that never was active."""
 
     def run_settings(self, run_id: str) -> dict[str, Any]: ...
     def lineage(self, run_id: str) -> Lineage: ...
@@ -364,6 +367,10 @@ class Store(Protocol):
     def get_metrics(self, run_id: str, kind: str) -> list[dict[str, Any]]: ...
 
     # -- versions and engines ----------------------------------------------------------------
+    def start_policy(self, policy: str, path: str | None, sha256: str | None) -> Version:
+        """Version 0 of the policy: as it is stored, else made: the adapter at `path`, or the base. `Conflict`
+        for an adapter if the base has answered calls as version 0."""
+
     def versions(self, policy: str) -> list[Version]: ...
     def active_version(self, policy: str) -> Version | None: ...
     def promoted_version(self, policy: str) -> Version | None: ...

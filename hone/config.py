@@ -26,6 +26,7 @@ from hone.settings import (
     EngineSettings,
     EvalSettings,
     PolicySettings,
+    PromoteSettings,
     RunSettings,
     StoreSettings,
     TrainSettings,
@@ -49,6 +50,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     learner: learner.settings.Settings
     rollouts: rollouts.settings.Settings
     eval: EvalSettings
+    promote: PromoteSettings
     control: ControlSettings
 
     @property
@@ -69,8 +71,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     def _settings(self) -> tuple[msgspec.Struct, ...]:
         proxies = (self.proxy, self.proxy.engines, self.proxy.sampling)
         rooms = (*proxies, self.capture, self.rewards, self.rewards.passive)
-        ours = (self.store, self.policy, self.run, self.engine, self.train, self.eval, self.control)
-        return (*rooms, *ours, self.learner, self.rollouts)
+        ours = (self.store, self.policy, self.run, self.engine, self.train, self.eval, self.promote)
+        return (*rooms, *ours, self.control, self.learner, self.rollouts)
 
 
 def load(path: Path, environ: Mapping[str, str], hardware: Hardware | None = None) -> Config:
@@ -138,17 +140,23 @@ def _connect(made: Made, routes: dict[str, proxy.settings.Route], path: Path, ha
         ),
         capture=made[capture.settings.Settings],
         rewards=_rewards(made, folder),
-        train=msgspec.structs.replace(train, scenarios=str(folder / train.scenarios)),
+        train=msgspec.structs.replace(
+            train,
+            scenarios=str(folder / train.scenarios),
+            init_adapter=str(folder / train.init_adapter) if train.init_adapter else None,
+        ),
         learner=msgspec.structs.replace(
             made[learner.settings.Settings],
             base_model=policy.base_model,
             adapter_dir=engine.adapter_dir,
             checkpoint_dir=f"{run.dir}/checkpoints",
             steps_path=f"{run.dir}/steps.jsonl",
+            sinks_dir=run.dir,
             dtype=engine.dtype,
         ),
         rollouts=_rollouts(made, policy, folder),
         eval=_eval(made, folder),
+        promote=made[PromoteSettings],
         control=made[ControlSettings],
     )
     _check_together(config)

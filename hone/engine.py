@@ -1,7 +1,6 @@
 """vLLM's command line and environment, as a pure function of settings.
 
-What each flag is for stands beside it. `versioned(policy, 0)` is the name of the base model: no
-request names a model without saying which version it wants.
+What each flag is for stands beside it. The base model's name is no version's: version 0 may be an adapter.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,6 +26,11 @@ class Launch(msgspec.Struct, frozen=True):
 def versioned(policy: str, version: int) -> str:
     """The engine's name for one version of a policy."""
     return f"{policy}@v{version}"
+
+
+def base_name(policy: str) -> str:
+    """The engine's name for the bare base model of a policy."""
+    return f"{policy}@base"
 
 
 def server_rank(lora_rank: int) -> int:
@@ -70,7 +74,7 @@ def launch(
 
 
 def _model(policy: PolicySettings, engine: EngineSettings, hardware: Hardware) -> list[str]:
-    args = ["--model", policy.base_model, "--served-model-name", versioned(policy.name, 0)]
+    args = ["--model", policy.base_model, "--served-model-name", base_name(policy.name)]
     args += ["--dtype", "float32" if (engine.dtype, hardware) == ("auto", "cpu") else engine.dtype]
     # Logprobs of the distribution that was sampled from, and no sampling defaults from the
     # model's own files: the learner recomputes softmax(logits / T) and nothing else.

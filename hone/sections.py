@@ -26,6 +26,7 @@ from hone.settings import (
     EngineSettings,
     EvalSettings,
     PolicySettings,
+    PromoteSettings,
     RunSettings,
     StoreSettings,
     TrainSettings,
@@ -49,7 +50,9 @@ class Source(msgspec.Struct, frozen=True):
 
 
 PROXY_DERIVED = frozenset({"policy", "routes", "engines", "sampling", "commit_timeout_s"})
-LEARNER_DERIVED = frozenset({"base_model", "adapter_dir", "checkpoint_dir", "steps_path", "dtype"})
+LEARNER_DERIVED = frozenset(
+    {"base_model", "adapter_dir", "checkpoint_dir", "steps_path", "sinks_dir", "dtype"}
+)
 SOURCES = (
     Source("policy", PolicySettings),
     Source("run", RunSettings),
@@ -65,6 +68,7 @@ SOURCES = (
     Source("train", learner.settings.Settings, LEARNER_DERIVED),
     Source("train", rollouts.settings.Settings, frozenset({"model_name", "eval_env", "redact"})),
     Source("eval", EvalSettings),
+    Source("promote", PromoteSettings),
     Source("control", ControlSettings),
 )
 ROUTES = "routes"  # a table of its own: model name -> proxy.settings.Route

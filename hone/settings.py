@@ -89,6 +89,17 @@ class EvalSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """More variables for the agents of an evaluation."""
 
 
+class PromoteSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`[promote]`: promotion by itself, after `hone eval`."""
+
+    auto: bool = False
+    """Promote a version whose evaluation beats that of the promoted one."""
+    margin: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    """By more than this in mean reward: the whole 95 % interval of the difference lies above it."""
+    rollouts_min: Annotated[int, msgspec.Meta(ge=2)] = 50
+    """Scored rollouts that each of the two must have on the scenarios that both have played."""
+
+
 class TrainSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`[train]`, the part that belongs to neither learner nor runner."""
 
@@ -98,5 +109,7 @@ class TrainSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """The scenario set, one JSON object a line."""
     wall_s: Annotated[float, msgspec.Meta(gt=0)] | None = None
     """Training ends after this long, if nothing else ended it."""
+    init_adapter: str | None = None
+    """An adapter that Hone wrote (`hone sft`, `hone adapters export`) as version 0; absent: the base."""
     key_env: str = "HONE_API_KEY"
     """Variable with the proxy key (scope `train`) of the runner; unset: no key."""

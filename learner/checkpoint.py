@@ -9,6 +9,7 @@ A directory that the store does not name is an orphan.
 
 import json
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 
 import msgspec
@@ -118,8 +119,9 @@ def sweep(directory: Path, lineage: str, head: Path | None, head_step: int) -> l
     return removed
 
 
-def prune(directory: Path, lineage: str, keep_last: int, save_every: int) -> None:
-    """Remove all but the newest `keep_last` and every one whose step `save_every` divides."""
+def prune(directory: Path, lineage: str, keep_last: int, save_every: int, steps: Collection[int]) -> None:
+    """Remove all but the newest `keep_last`, every one whose step `save_every` divides, and those of
+    `steps`."""
     for path in sorted(directory.glob(f"{lineage}-*"))[:-keep_last]:
-        if step_of(path) % save_every:
+        if step_of(path) % save_every and step_of(path) not in steps:
             shutil.rmtree(path)

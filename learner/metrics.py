@@ -1,6 +1,8 @@
 """What the learner reports: /metrics for Prometheus, and a line of JSON for every batch."""
 
 import json
+import logging
+from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -10,8 +12,12 @@ import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_server
 
 from capture.errors import ConfigError
+from learner.sinks import Sinks
 
 PREFIX = "hone_learner_"
+LINES_MAX = 1000  # of the JSONL file that wait for room on the disk
+
+log = logging.getLogger(__name__)
 
 
 class Metric(msgspec.Struct, frozen=True):
@@ -42,6 +48,9 @@ def counter(name: str, meaning: str, source: str = "", *labels: str) -> Metric:
 CATALOGUE = (
     counter("batches", "Committed batches, by whether they stepped.", "", "kind"),
     counter("batches_dropped", "Batches that were given up.", "", "reason"),
+    counter("sink_errors", "Times that a sink of train.sinks failed.", "", "sink"),
+    counter("memory_splits", "Times that micro-batches were halved because memory ran out."),
+    counter("disk_full", "Times that training waited because the disk was full."),
     counter("trained_tokens", "Owned tokens that were trained on.", "trained_tokens"),
     counter("zero_advantage_tokens", "Owned tokens whose advantage was zero.", "zero_advantage_tokens"),
     counter("mismatch_tokens", "Tokens compared between engine and learner.", "mismatch_tokens"),
@@ -96,6 +105,8 @@ class Metrics:
         self.port = port
         self._host = host
         self._steps_path = None if steps_path is None else Path(steps_path)
+        self._lines: deque[str] = deque(maxlen=LINES_MAX)  # of the file, not written yet
+        self.sinks = Sinks({}, self.sink_failed)
         self._gauges: dict[str, Gauge] = {}
         self._counters: dict[str, Counter] = {}
         for metric in CATALOGUE:
@@ -135,10 +146,36 @@ class Metrics:
         for key, value in numbers.items():
             if key.startswith("score_"):
                 self._gauges["score_mean"].labels(key.removeprefix("score_")).set(value)
+        self.sinks.write(int(numbers.get("step", 0)), numbers)
         if self._steps_path is not None:
-            self._steps_path.parent.mkdir(parents=True, exist_ok=True)
-            with self._steps_path.open("a") as file:
-                file.write(json.dumps({"batch_id": batch_id, **numbers}) + "\n")
+            self._lines.append(json.dumps({"batch_id": batch_id, **numbers}) + "\n")
+            self._write_lines(self._steps_path)
+
+    def _write_lines(self, path: Path) -> None:
+        """Append what waits, whole lines only; what finds no room waits for the next batch."""
+        text = "".join(self._lines).encode()
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("ab", buffering=0) as file:
+                end = file.tell()
+                if file.write(text) == len(text):
+                    self._lines.clear()
+                else:
+                    file.truncate(end)
+        except OSError as error:  # the store has the same numbers
+            log.warning("%s: %s", path, error)
+
+    def sink_failed(self, name: str) -> None:
+        """Count an error of a sink."""
+        self._counters["sink_errors"].labels(name).inc()
+
+    def out_of_memory(self) -> None:
+        """Count a split of the micro-batches."""
+        self._counters["memory_splits"].inc()
+
+    def disk_full(self) -> None:
+        """Count a write that found no room."""
+        self._counters["disk_full"].inc()
 
     def dropped(self, reason: str) -> None:
         """Count a batch that was given up."""

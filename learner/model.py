@@ -116,6 +116,11 @@ class Model:
         """A copy of the adapter's master weights."""
         return {name: p.detach().cpu().clone() for name, p in self.parameters.items()}
 
+    def forget_gradients(self) -> None:
+        """Free the gradients."""
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
     def load(self, adapter: Tensors) -> None:
         """Replace the adapter's weights. `ConfigError` if it has another shape than the settings say."""
         shapes = {name: p.shape for name, p in self.parameters.items()}

@@ -15,6 +15,7 @@ Loss = Literal["cispo", "ppo", "gspo", "dppo", "importance"]
 Aggregation = Literal["token_mean", "sequence_mean", "constant"]
 KlForm = Literal["advantage", "k2", "r_k3"]
 CLIP_RANGES = {"ppo": (0.2, 0.2), "gspo": (3e-4, 4e-4), "dppo": (0.2, 0.2)}  # low and high of each loss
+SinkName = Literal["tensorboard", "wandb", "trackio"]
 NEVER_SERVED = {"lm_head", "embed_tokens", "wte"}  # vLLM has no LoRA for these
 
 
@@ -27,6 +28,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     steps_path: str | None = None  # JSONL with one line a committed batch; none if absent
     metrics_host: str = "127.0.0.1"  # where /metrics listens
     metrics_port: Annotated[int, msgspec.Meta(ge=0, le=65535)] | None = 8002  # absent: no /metrics
+    sinks: list[SinkName] = []  # where else the numbers of each batch go; each needs the extra of its name
+    sinks_project: str = "hone"  # the project's name there
+    sinks_dir: str = "runs"  # where sinks write that write files
     device: str = "cpu"  # as torch names it
     threads: Positive = 1  # CPU threads for matrix products
     seed: int = 42  # of the adapter's initial weights
@@ -75,7 +79,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     logits_rows: Positive = 256  # rows of logits that exist at once
 
     save_every: Positive = 20  # steps between checkpoints that are kept for good
-    keep_last: Positive = 2  # newest checkpoints kept besides
+    keep_last: Positive = 2  # newest checkpoints kept besides, and the best one by evaluation
+    disk_retry_s: Annotated[float, msgspec.Meta(gt=0)] = 10.0  # between attempts while the disk is full
     versions_kept: Positive = 8  # recent adapters in memory, for the mismatch
     mismatch_fraction: Annotated[float, msgspec.Meta(ge=0, le=1)] = (
         0.05  # of trained tokens that are compared

@@ -19,18 +19,22 @@ from pathlib import Path
 import msgspec
 import torch
 
+from capture import evaluations
+from capture.errors import StoreError
 from capture.sqlite import SqliteStore
 from capture.store import Store
 from capture.types import Batch, Commit, Lineage, Version
-from learner import canary, checkpoint, mismatch, publish
+from learner import canary, checkpoint, mismatch, publish, trouble
 from learner import groups as reading
 from learner.checkpoint import Checkpoint, State
 from learner.clock import Clock
+from learner.continuing import refuse_other
 from learner.groups import Member
 from learner.lease import Lease
 from learner.metrics import Metrics
 from learner.model import Model, Tensors, rounded
 from learner.settings import Settings
+from learner.sinks import opened
 from learner.staleness import staleness
 from learner.sums import Sums
 from learner.update import Abandoned, NonFinite, update
@@ -64,19 +68,22 @@ def run(
         Lease(store_path, policy, settings.lease_wait_s, should_stop) as lease,
         Metrics(settings.metrics_host, settings.metrics_port, settings.steps_path) as metrics,
         closing(SqliteStore(store_path)) as store,
+        closing(
+            opened(
+                settings.sinks, run_id, settings.sinks_project, Path(settings.sinks_dir), metrics.sink_failed
+            )
+        ) as metrics.sinks,
     ):
         learner = Learner(settings, model, store, lease, metrics, run_id, should_stop, on_point)
-        learner.resume()
-        while not should_stop() and not learner.finished:
-            lease.check()
-            batch = learner.take()
-            if batch is None:
-                time.sleep(settings.poll_s)
-                continue
+        while not should_stop() and not (learner.stands and learner.finished):
             try:
-                learner.train(batch)
+                learner.turn()
             except Abandoned:
                 return  # the batch stays taken; whoever starts next takes it again
+            except (OSError, StoreError) as error:
+                if not trouble.disk_full(error):
+                    raise
+                learner.wait_for_room(error)
 
 
 class Learner:
@@ -113,6 +120,7 @@ class Learner:
         self.batches = 0
         self.controls = 0  # negative controls measured
         self.clock = Clock()
+        self.stands = False  # on the lineage's head, with nothing left to publish
 
     @property
     def finished(self) -> bool:
@@ -120,6 +128,19 @@ class Learner:
         return self.settings.steps_max is not None and self.lineage.step >= self.settings.steps_max
 
     # -- the loop, top to bottom -------------------------------------------------------------------
+
+    def turn(self) -> None:
+        """Look for a batch, and train it if there is one."""
+        self.lease.check()
+        if not self.stands:
+            self.resume()
+        if self.finished:
+            return
+        batch = self.take()
+        if batch is None:
+            time.sleep(self.settings.poll_s)
+        else:
+            self.train(batch)
 
     def take(self) -> Batch | None:
         """The next batch, or the one that an earlier learner took and never committed."""
@@ -153,17 +174,51 @@ class Learner:
             self.clock.lap("publish_s")
 
     def step(self, batch: Batch, groups: Sequence[Sequence[Member]]) -> Sums | None:
-        """The optimizer's steps; None: the batch was dropped, for it gave no finite gradient twice."""
-        for attempt in (1, 2):
-            try:
-                done, stop = self.lineage.step, self.should_stop
-                return update(self.settings, self.model, self.optimizer, groups, stop, done, self.reference())
-            except NonFinite as error:
-                log.warning("batch %s, attempt %d: %s", batch.id, attempt, error)
-                self.restore(self.head)
-        self.store.drop_batch(batch.id, "nonfinite", self.lease.epoch)
-        self.metrics.dropped("nonfinite")
+        """The optimizer's steps. None: the batch was dropped, for it gave no finite gradient twice, or one of
+        its samples does not fit into memory."""
+        left, why = 2, ""
+        while left:
+            found = self.attempt(batch, groups)
+            if isinstance(found, Sums):
+                return found
+            why = found
+            self.restore(self.head)
+            if why == "out_of_memory":
+                left = 2 if self.split(groups) else 0
+            else:
+                left -= 1
+        self.store.drop_batch(batch.id, why, self.lease.epoch)
+        self.metrics.dropped(why)
         return None
+
+    def attempt(self, batch: Batch, groups: Sequence[Sequence[Member]]) -> Sums | str:
+        """The optimizer's steps, or why there is no trusting the weights now."""
+        try:
+            done, stop = self.lineage.step, self.should_stop
+            return update(self.settings, self.model, self.optimizer, groups, stop, done, self.reference())
+        except NonFinite as error:
+            log.warning("batch %s: %s", batch.id, error)
+            return "nonfinite"
+        except (RuntimeError, MemoryError) as error:
+            if not trouble.out_of_memory(error):
+                raise
+            return "out_of_memory"
+
+    def split(self, groups: Sequence[Sequence[Member]]) -> bool:
+        """Halve the micro-batches, from now on. False: every sample goes alone already.
+
+        The batch begins again: its gradient is the same to rounding, however it is split.
+        """
+        self.model.forget_gradients()
+        trouble.release()
+        self.metrics.out_of_memory()
+        lengths = [len(one.token_ids) for group in groups for member in group for one in member.samples]
+        tokens = trouble.halved(self.settings.micro_batch_tokens, lengths)
+        if tokens is None:
+            return False
+        log.warning("out of memory: micro-batches of %d tokens from now on", tokens)
+        self.settings = msgspec.structs.replace(self.settings, micro_batch_tokens=tokens)
+        return True
 
     def commit(
         self, batch: Batch, groups: Sequence[Sequence[Member]], numbers: dict[str, float], steps: int
@@ -198,8 +253,15 @@ class Learner:
         numbers["version"] = float(self.lineage.head_version)
         self.metrics.committed(batch.id, numbers, bool(steps))
         self.batches += 1
-        checkpoint.prune(self.checkpoints, self.lineage.id, self.settings.keep_last, self.settings.save_every)
+        last, every = self.settings.keep_last, self.settings.save_every
+        checkpoint.prune(self.checkpoints, self.lineage.id, last, every, self.steps_kept())
         return version
+
+    def steps_kept(self) -> set[int]:
+        """The steps whose version did best in evaluation, or is still being evaluated."""
+        versions = set(self.store.pinned_versions(self.lineage.policy))
+        best = evaluations.best(evaluations.recorded(self.store, self.run_id))
+        return self.versions.steps(versions if best is None else {*versions, best})
 
     def publish(self, version: Version) -> None:
         """Make a committed version an adapter that engines can load; again after a crash."""
@@ -210,18 +272,38 @@ class Learner:
 
     # -- state -------------------------------------------------------------------------------------
 
+    def wait_for_room(self, error: Exception) -> None:
+        """The disk is full. What was not committed is undone; it is done again once there may be room."""
+        log.error("the disk is full; training goes on when there is room: %s", error)
+        self.metrics.disk_full()
+        self.stands = False
+        self.restore(self.head)
+        deadline = time.monotonic() + self.settings.disk_retry_s
+        while time.monotonic() < deadline and not self.should_stop():
+            time.sleep(self.settings.poll_s)
+
     def resume(self) -> None:
         """Stand on the lineage's head: its checkpoint loaded, orphans gone, its version published."""
+        self.lineage = self.store.lineage(self.run_id)
         head = Path(self.lineage.checkpoint) if self.lineage.checkpoint else None
         checkpoint.sweep(self.checkpoints, self.lineage.id, head, self.lineage.step)
         publish.sweep(self.settings, self.lineage.policy)
-        if head is None:
+        self.versions.read(self.store.versions(self.lineage.policy))
+        origin = self.versions.origin(self.lineage.head_version)
+        if origin is not None:
+            refuse_other(self.settings, self.model, origin)
+        if head is not None:
+            self.restore(checkpoint.load(head))
+            self.publish_head()
+        else:
             start = self.versions.adapter(self.lineage.start_version)
-            if start is not None:  # version 0 is the base: a fresh adapter is the same function
+            if start is not None:  # where it is the base, a fresh adapter is the same function
                 self.model.load(start)
                 self.head = self.snapshot(self.head.state)
-            return
-        self.restore(checkpoint.load(head))
+        self.stands = True
+
+    def publish_head(self) -> None:
+        """Publish the head's version if that did not happen yet."""
         for version in self.store.versions(self.lineage.policy):
             if version.version == self.lineage.head_version and version.state == "committed":
                 self.publish(version)

@@ -1,6 +1,7 @@
 """Recent versions of the policy as frozen adapters, as the engines hold them."""
 
 from collections import OrderedDict
+from collections.abc import Collection
 from pathlib import Path
 
 from capture.types import Version
@@ -18,17 +19,32 @@ class Versions:
         self._dtype = dtype
         self._adapters: OrderedDict[int, Tensors] = OrderedDict()
 
+    def read(self, versions: list[Version]) -> None:
+        """Learn of these versions, as the store has them now."""
+        self._versions.update({version.version: version for version in versions})
+
     def add(self, version: Version, adapter: Tensors) -> None:
         """Remember a version and what it serves."""
         self._versions[version.version] = version
         self._keep(version.version, rounded(adapter, self._dtype))
 
+    def steps(self, versions: Collection[int]) -> set[int]:
+        """The steps that made these versions, as far as they are known."""
+        return {self._versions[version].step for version in versions if version in self._versions}
+
     def distance(self, version: int) -> int:
         """Lineage versions between version 0 and this one."""
         return self._versions[version].distance
 
+    def origin(self, version: int) -> Path | None:
+        """The directory of the version, or of its nearest ancestor that was published; None: the base."""
+        found = self._versions[version]
+        while found.path is None and found.parent is not None:
+            found = self._versions[found.parent]
+        return None if found.path is None else Path(found.path)
+
     def adapter(self, version: int) -> Tensors | None:
-        """The frozen adapter; None: version 0, the bare base. `OSError` if its directory is gone."""
+        """The frozen adapter; None: version 0 that is the bare base. `OSError` if its directory is gone."""
         if version not in self._adapters:
             path = self._versions[version].path
             if path is None and version == 0:

@@ -41,7 +41,7 @@ class Engine:
     """A real vLLM that serves the example's base model and takes adapters of rank 8."""
 
     url: str  # without /v1
-    policy: str  # the base answers to `<policy>@v0`
+    policy: str  # the base answers to `<policy>@base`
     base_dir: Path
     adapter_dir: Path  # empty at start; tests put their versions there
     log: Path

@@ -20,9 +20,9 @@ from learner.settings import Settings
 VOCABULARY = 64
 
 
-def make_base(directory: Path) -> Path:
+def make_base(directory: Path, seed: int = 1) -> Path:
     """A random Qwen3 of 30 thousand parameters with logits of spread ~1, and a tokenizer."""
-    torch.manual_seed(1)
+    torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=VOCABULARY,
         hidden_size=32,
@@ -172,7 +172,7 @@ class World:
     ) -> None:
         self.path, self.policy, self.run_id = path, policy, run_id
         self.store = SqliteStore(path)
-        self.store.start_run(run_id, policy, {"start_version": start_version})
+        self.store.start_run(run_id, policy, {}, start_version=start_version)
         self.made = made  # rollouts
 
     def add_group(self, attempts: Sequence[Attempt]) -> list[str]:

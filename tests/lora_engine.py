@@ -13,7 +13,7 @@ from serving import serving
 
 from capture.adapters import Manifest, read_manifest
 
-BASE = "policy@v0"
+BASE = "policy@base"
 
 
 def canary(version: int) -> list[float]:

@@ -30,7 +30,7 @@ async def sampled(url: str, paths: dict[str, Path]) -> dict[str, list[dict[str, 
             async with client.post(f"{url}/v1/load_lora_adapter", json=named) as response:
                 assert response.status == 200, await response.text()
         try:
-            models = ["policy@v0", *paths]
+            models = ["policy@base", *paths]
             found = await asyncio.gather(*(complete(client, url, model) for model in models * EACH))
         finally:
             for name in paths:
@@ -64,7 +64,7 @@ def test_every_row_of_a_batch_has_its_own_adapter_and_the_base_none(engine: Any,
         base = AutoModelForCausalLM.from_pretrained(engine.base_dir, dtype=torch.float32)
         return base if path is None else PeftModel.from_pretrained(base, str(path))
 
-    models = {"policy@v0": model(None)} | {name: model(path) for name, path in paths.items()}
+    models = {"policy@base": model(None)} | {name: model(path) for name, path in paths.items()}
     names = list(models)
     for index, (name, choices) in enumerate(found.items()):
         assert max(distance(models[name], choice) for choice in choices) <= EQUAL

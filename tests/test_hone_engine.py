@@ -5,14 +5,14 @@ import pytest
 from conftest import Engine
 
 from capture.errors import ConfigError
-from hone.engine import launch, offline, server_rank, versioned
+from hone.engine import base_name, launch, offline, server_rank, versioned
 from hone.settings import EngineSettings, PolicySettings
 
 POLICY = PolicySettings(name="player", base_model="/models/base")
 
 CPU = """
 /py -m vllm.entrypoints.openai.api_server
---model /models/base --served-model-name player@v0
+--model /models/base --served-model-name player@base
 --dtype float32 --logprobs-mode processed_logprobs --generation-config vllm
 --enable-auto-tool-choice --tool-call-parser hermes
 --enable-lora --max-loras 8 --max-lora-rank 8
@@ -25,7 +25,7 @@ CPU = """
 
 CUDA = """
 /py -m vllm.entrypoints.openai.api_server
---model /models/base --served-model-name player@v0
+--model /models/base --served-model-name player@base
 --dtype auto --logprobs-mode processed_logprobs --generation-config vllm
 --reasoning-parser qwen3
 --enable-lora --max-loras 6 --max-lora-rank 64
@@ -109,9 +109,9 @@ async def test_the_real_engine_starts_from_this_command_and_does_what_hone_needs
     async with aiohttp.ClientSession() as client:
         async with client.get(f"{engine.url}/v1/models") as response:
             models = (await response.json())["data"]
-        assert [model["id"] for model in models if not model.get("parent")] == [versioned(engine.policy, 0)]
+        assert [model["id"] for model in models if not model.get("parent")] == [base_name(engine.policy)]
         question = {
-            "model": versioned(engine.policy, 0),
+            "model": base_name(engine.policy),
             "messages": [{"role": "user", "content": "..."}],
             "max_tokens": 8,
             "temperature": 0.7,

@@ -116,7 +116,7 @@ async def as_rendered(engine: Any, hone: World, raws: Sequence[RawCall]) -> list
     """The same calls, with the prompts that an ordinary server would have made of the same requests."""
     calls = []
     for raw in raws:
-        asked = {**json.loads(raw.request), "model": "policy@v0", "max_tokens": 1}
+        asked = {**json.loads(raw.request), "model": "policy@base", "max_tokens": 1}
         async with hone.client.post(f"{engine.url}{CHAT}/render", json=asked) as response:
             assert response.status == 200, await response.text()
             ids = (await response.json())["token_ids"]

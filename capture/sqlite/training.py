@@ -17,25 +17,24 @@ class Training(Takes):
 
     # -- runs --------------------------------------------------------------------------------
 
-    def start_run(self, run_id: str, policy: str, settings: Mapping[str, Any]) -> Lineage:
-        start = int(settings.get("start_version", 0))
+    def start_run(
+        self, run_id: str, policy: str, settings: Mapping[str, Any], *, start_version: int = 0
+    ) -> Lineage:
         now = self.now()
         with self._write():
             if self._value("SELECT 1 FROM runs WHERE id = ?", (run_id,)):
                 return self.lineage(run_id)
             lineage = f"l_{run_id}"
-            if not self._value("SELECT 1 FROM policies WHERE policy = ?", (policy,)):
-                self._db.execute("INSERT INTO policies VALUES (?, 0, 0, 1)", (policy,))
-                self._db.execute(
-                    "INSERT INTO versions VALUES (?, 0, ?, NULL, 0, 'active', NULL, NULL, ?, ?, 0)",
-                    (policy, lineage, now, now),
-                )
-            self._set_start(policy, start)
+            self._start_policy(policy, None, None)
+            self._db.execute(
+                "UPDATE versions SET lineage = ? WHERE policy = ? AND lineage = ''", (lineage, policy)
+            )
+            self._set_start(policy, start_version)
             text = msgspec.json.encode(dict(settings)).decode()
             self._db.execute("INSERT INTO runs VALUES (?, ?, ?, ?, NULL)", (run_id, policy, text, now))
             self._db.execute(
                 f"INSERT INTO lineages ({LINEAGE_COLUMNS}) VALUES (?, ?, ?, ?, ?, 0, NULL, 0)",
-                (lineage, run_id, policy, start, start),
+                (lineage, run_id, policy, start_version, start_version),
             )
             return self.lineage(run_id)
 

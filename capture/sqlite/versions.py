@@ -52,6 +52,25 @@ class Versions(Rollouts):
             elif (found.path, found.sha256) != (path, sha256):
                 raise Conflict(f"{policy}@v{version} is {found.state} from {found.path}")
 
+    def start_policy(self, policy: str, path: str | None, sha256: str | None) -> Version:
+        with self._write():
+            self._start_policy(policy, path, sha256)
+            return self._version(policy, 0)
+
+    def _start_policy(self, policy: str, path: str | None, sha256: str | None) -> None:
+        if self._value("SELECT 1 FROM policies WHERE policy = ?", (policy,)):
+            return
+        if path is not None and self._value(
+            "SELECT 1 FROM rollouts WHERE policy = ? AND policy_version = 0 LIMIT 1", (policy,)
+        ):
+            raise Conflict(f"the base model has answered as {policy}@v0 already: no adapter can be it")
+        now = self.now()
+        self._db.execute("INSERT INTO policies VALUES (?, 0, 0, 1)", (policy,))
+        self._db.execute(  # the first run will say of which lineage it is
+            "INSERT INTO versions VALUES (?, 0, '', NULL, 0, 'active', ?, ?, ?, ?, 0)",
+            (policy, path, sha256, now, now),
+        )
+
     # -- engines -----------------------------------------------------------------------------
 
     def record_engine_version(self, row: EngineVersion) -> None:

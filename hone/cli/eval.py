@@ -4,8 +4,10 @@ import argparse
 import asyncio
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
+from capture.evaluations import Evaluation, record
 from hone.cli.common import add_config, add_json, load_config, on_signals, open_store, print_json, supervise
 from hone.config import Config
 from rollouts.compare import Interval
@@ -30,12 +32,42 @@ def run(arguments: argparse.Namespace) -> int:
     if not paths:
         raise ConfigError("eval.scenarios is empty and no scenario file was given")
     results = asyncio.run(evaluate_all(config, paths, arguments.version, arguments.repeats))
+    said = remember(config, results)
     if arguments.json:
         print_json(results)
     else:
         for path, result in results.items():
             print(render(path, result))
+    if said is not None:
+        print(f"hone eval: {said}", file=sys.stderr)
     return 0
+
+
+def remember(config: Config, results: Mapping[str, EvalResult]) -> str | None:
+    """Write the evaluations into the newest run's history; what came of `promote.auto`, if it is on."""
+    from hone.passing import consider
+
+    store = open_store(config)
+    try:
+        run_id = store.latest_run()
+        version = None
+        for path, result in results.items():
+            if run_id is None or result.version is None or result.reward is None:
+                continue
+            version = result.version
+            found = Evaluation(
+                version=version,
+                scenarios=str(Path(path).absolute()),
+                reward=result.reward.mean,
+                rollouts=result.rollout_ids,
+                at=store.now(),
+            )
+            record(store, run_id, found)
+        if run_id is None or version is None or not config.promote.auto:
+            return None
+        return consider(store, config.policy.name, config.promote, run_id, version)
+    finally:
+        store.close()
 
 
 async def evaluate_all(
@@ -43,12 +75,14 @@ async def evaluate_all(
 ) -> dict[str, EvalResult]:
     """One result for each file."""
     from hone.parts import serving
+    from hone.start import start_policy
     from hone.state import running
 
     stop = asyncio.Event()
     on_signals(stop.set)
     directory = Path(config.run.dir)
     store = open_store(config, create=True)
+    start_policy(config, store)
     if store.latest_run() is None:  # somebody must say that there is a version 0
         store.start_run("eval", config.policy.name, {})
     store.close()

@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Train until `steps_max`, the end of the run, SIGTERM or Ctrl-C."""
     from hone.faults import killer
-    from hone.printing import redacted
+    from hone.start import start_run
     from hone.training import choose_run, learner_should_stop
     from learner.train import run as train
 
@@ -28,7 +28,7 @@ def run(arguments: argparse.Namespace) -> int:
     config = load_config(arguments)
     store = open_store(config, create=True)
     run_id = choose_run(store, config.policy.name, arguments.run)
-    store.start_run(run_id, config.policy.name, redacted(config.sections()))
+    start_run(config, store, run_id)
     signalled: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda received, _: signalled.append(received))

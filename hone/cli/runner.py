@@ -28,7 +28,7 @@ def run(arguments: argparse.Namespace) -> int:
 async def play(config: Config, wanted: str | None) -> None:
     """One runner for one run."""
     from hone.environment import for_agents, proxy_url
-    from hone.printing import redacted
+    from hone.start import start_run
     from hone.training import choose_run, groups_needed
     from rollouts.scenarios import read_scenarios
     from rollouts.schedule import train
@@ -38,7 +38,7 @@ async def play(config: Config, wanted: str | None) -> None:
     on_signals(stop.set)
     store = open_store(config, create=True)
     run_id = choose_run(store, config.policy.name, wanted)
-    store.start_run(run_id, config.policy.name, redacted(config.sections()))
+    start_run(config, store, run_id)
     looked: float = 0.0
     groups: int | None = None
 

@@ -15,7 +15,6 @@ from hone.cli.common import (
     supervise,
 )
 from hone.config import Config
-from hone.printing import redacted
 from hone.state import State
 from hone.training import Ending
 
@@ -24,11 +23,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the verb."""
     add_config(parser)
     parser.add_argument("--run", help="name of the run (default: go on with the newest, or a new one)")
+    parser.add_argument(
+        "--from",
+        dest="origin",
+        metavar="VERSION|DIR",
+        help="a new run from this version (the run before it ends), or from this adapter as version 0",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Train to the end of the run, or until Ctrl-C; a stopped run goes on where it was."""
-    ending = asyncio.run(train(load_config(arguments), arguments.run))
+    ending = asyncio.run(train(load_config(arguments), arguments.run, arguments.origin))
     if ending is None:
         print("Stopped; `hone train` goes on with this run.")
         return 130
@@ -36,13 +41,14 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-async def train(config: Config, wanted: str | None) -> Ending | None:
+async def train(config: Config, wanted: str | None, origin: str | None = None) -> Ending | None:
     """One run under a supervisor; None: stopped before its end."""
     from hone.doctor import require
     from hone.parts import serving, training
     from hone.progress import Progress
+    from hone.start import begin
     from hone.state import running
-    from hone.training import choose_run, conduct, refuse_ended
+    from hone.training import conduct
 
     directory = Path(config.run.dir)
     refuse_second(directory, ("train",))
@@ -50,9 +56,7 @@ async def train(config: Config, wanted: str | None) -> Ending | None:
     if attached is None:
         require(config, training=True)
     store = open_store(config, create=True)
-    run_id = choose_run(store, config.policy.name, wanted)
-    store.start_run(run_id, config.policy.name, redacted(config.sections()))
-    refuse_ended(store, run_id)
+    run_id = begin(config, store, wanted, origin)
     parts = [] if attached else serving(config, sys.executable)
     parts += training(config, sys.executable, run_id, after=[part.name for part in parts])
     supervisor = supervise(config, "train", parts)

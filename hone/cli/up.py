@@ -4,7 +4,7 @@ import argparse
 import asyncio
 import sys
 
-from hone.cli.common import add_config, announce, load_config, on_signals, supervise
+from hone.cli.common import add_config, announce, load_config, on_signals, open_store, supervise
 from hone.config import Config
 
 
@@ -24,9 +24,14 @@ async def up(config: Config) -> None:
     from hone.doctor import require
     from hone.environment import proxy_url
     from hone.parts import serving
+    from hone.start import start_policy
 
     supervisor = supervise(config, "up", serving(config, sys.executable))
     require(config, training=False)
+    if config.train.init_adapter is not None:  # the proxy does it too; here an error is seen
+        store = open_store(config, create=True)
+        start_policy(config, store)
+        store.close()
     on_signals(supervisor.stop)
     what = "Capturing calls (no policy.base_model, so nothing is trained)"
     if not config.capture_only:

@@ -187,6 +187,15 @@ def _nonfinite(facts: Facts) -> Verdict:
     )
 
 
+def _out_of_memory(facts: Facts) -> Verdict:
+    return Verdict(
+        kind="out_of_memory",
+        sentence=f"Not trained: a sample of batch {facts.rollout.batch_id} did not fit into memory by "
+        f"itself, and the batch was dropped; shorter contexts help ({named(facts, 'engine.max_model_len')}).",
+        setting="engine.max_model_len",
+    )
+
+
 def ungrouped(facts: Facts) -> Verdict:
     """For a rollout without a group."""
     if facts.rollout.passive:
@@ -207,5 +216,6 @@ _DROPS: dict[str, Callable[[Facts], Verdict]] = {
     "group_deadline": _group_deadline,
     "replaced": _replaced,
     "nonfinite": _nonfinite,
+    "out_of_memory": _out_of_memory,
     "ungrouped": ungrouped,
 }

@@ -36,6 +36,7 @@ SETTINGS = {
     "too_hard": "train.group_reward_min",
     "too_easy": "train.group_reward_max",
     "overlong": "train.overlong_filter",
+    "out_of_memory": "engine.max_model_len",
     "run_ended": "train.steps_max",
 }
 """Reason -> the setting that would change it; reasons that no setting changes are not here."""
