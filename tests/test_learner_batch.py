@@ -51,7 +51,7 @@ def gradient(model: Model, items: list[Scored], tokens_max: int) -> torch.Tensor
     for parameter in model_parameters:
         parameter.grad = None
     for micro in micro_batches(items, tokens_max):
-        loss, _ = cispo(model.logprobs(micro), micro.sampled_logprobs, micro.weights, 5.0)
+        loss = cispo.loss(model.logprobs(micro), micro.sampled_logprobs, micro.weights, 5.0).losses.sum()
         loss.backward()
     return torch.cat([p.grad.flatten() for p in model_parameters if p.grad is not None])
 

@@ -14,7 +14,7 @@ from learner_world import make_base, random_samples, scores_under, settings
 from torch import Tensor
 
 from capture.types import Rollout, Sample
-from learner.batch import micro_batches
+from learner.batch import Scored, micro_batches
 from learner.groups import Member, member
 from learner.minibatch import Minibatch, Whole, scattered, weigh
 from learner.model import Model, Tensors
@@ -194,7 +194,7 @@ def test_gspo_is_exact_where_a_rollout_lies_in_several_micro_batches(base: Path,
         parameter.grad = None
     careless = Careless(config, model, members, None, model.adapter())
     backward(config, model, careless, lambda: False, Sums())
-    assert apart(flat(model), exact) > 1e-2
+    assert apart(flat(model), exact) > 100 * ROUNDING
 
 
 def test_gspo_scores_only_what_is_scattered_once_more(base: Path, tmp_path: Path) -> None:
@@ -253,11 +253,21 @@ def test_what_is_left_out_has_no_gradient_but_counts_in_the_divisor(base: Path, 
 
 
 def test_entropy_bonus_raises_the_entropy(base: Path, tmp_path: Path) -> None:
-    surprise = {}
+    found = []
     for coefficient in (0.0, 10.0):
-        _, sums = trained(base, tmp_path, 4, passes=1, entropy_coef=coefficient)
-        surprise[coefficient] = sums.surprise / sums.tokens
-    assert surprise[10.0] > surprise[0.0]
+        config = settings(base, tmp_path, entropy_coef=coefficient)
+        model = Model(config)
+        optimizer = torch.optim.AdamW(model.parameters.values(), lr=config.lr)
+        members = [one for group in batch() for one in group]
+        (micro,) = micro_batches([Scored(sample, 0.0) for one in members for sample in one.samples], 9999)
+        with torch.no_grad():
+            before = model.scores(micro)[1].mean()
+        for _ in range(4):
+            update(config, model, optimizer, batch(), lambda: False, 0)
+        with torch.no_grad():
+            found.append(model.scores(micro)[1].mean() - before)
+    assert found[1] > 0.01
+    assert found[1] > found[0]
 
 
 def test_a_known_is_not_changed_by_what_follows(base: Path, tmp_path: Path) -> None:
