@@ -12,6 +12,7 @@ from capture.errors import Conflict
 from capture.frames import pack
 from capture.graph import build, fates, samples
 from capture.sqlite import SqliteStore
+from capture.store import Rescored
 from capture.types import Commit, GroupFilter, LedgerRow
 
 RUN = "run1"
@@ -138,6 +139,39 @@ class Walk(RuleBasedStateMachine):
             else:
                 self.store.save_reward_error(ready.id, "boom", "script")
 
+    @rule(data=st.data(), reward=st.floats(-1, 1), script=st.sampled_from(["script", "script 2"]))
+    def rescore(self, data, reward, script):
+        every = [one.id for one in self.store.rollouts()]
+        if every:
+            ids = st.lists(st.sampled_from(every), min_size=1, max_size=4, unique=True)
+            self.rescore_these(data.draw(ids), reward, script)
+
+    def rescore_these(self, ids, reward, script):
+        """All of them have the new score afterwards, or everything is as it was."""
+        every = {one.id: one for one in self.store.rollouts()}
+        scores = {"reward": reward}
+        new = [
+            Rescored(
+                rollout_id=id,
+                reward=reward,
+                scores=scores,
+                script_hash=script,
+                posted=self.store.posted_scores(id),
+            )
+            for id in ids
+        ]
+        try:
+            self.store.rescore(new, group_size=2)
+        except Conflict:
+            assert {one.id: one for one in self.store.rollouts()} == every
+            return
+        for id in ids:
+            before, after = every[id], self.store.rollout(id)
+            assert (after.reward, after.scores, after.script_hash) == (reward, scores, script)
+            assert before.batch_id is None
+            assert before.state in ("scored", "grouped", "reward_error", "dropped")
+            event("rescored " + before.state + " to " + after.state)
+
     @rule(id=rollouts, value=st.floats(-1, 1))
     def post(self, id, value):
         try:
@@ -171,9 +205,13 @@ class Walk(RuleBasedStateMachine):
         while self.store.settleable():
             self.settle(False, None)
         while self.store.scoreable(1):
-            self.score(1, 0.5)
+            self.score(data.draw(st.integers(0, 3)), 0.5)
+        if data.draw(st.booleans()):
+            self.rescore_these(ids, 0.25, "script 2")
         if data.draw(st.booleans()):
             self.close_groups()
+        if data.draw(st.booleans()):
+            self.rescore_these(ids, 0.5, "script 2")
         if data.draw(st.booleans()):
             self.learn(data.draw(st.booleans()))
         event("played a group")

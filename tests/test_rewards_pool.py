@@ -1,5 +1,6 @@
 """The reward script in its own process: every way in which scripts go wrong."""
 
+import ast
 import asyncio
 import signal
 import subprocess
@@ -390,3 +391,15 @@ async def test_a_neighbour_named_rewards_comes_before_hones(tmp_path: Path) -> N
         outcome = await pool.score({})
         assert isinstance(outcome, Scored)
         assert outcome.scores == {"reward": 3.0}
+
+
+@pytest.mark.parametrize("name", ["worker", "parsers", "checks", "judge", "post"])
+def test_what_runs_under_the_users_interpreter_is_plain_python(name: str) -> None:
+    """Python 3.9 reads it, and it imports the standard library and its like alone."""
+    tree = ast.parse(
+        Path(__file__).parents[1].joinpath("rewards", f"{name}.py").read_text(), feature_version=(3, 9)
+    )
+    modules = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    modules |= {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    foreign = {module for module in modules if module.partition(".")[0] not in sys.stdlib_module_names}
+    assert foreign <= {"rewards.parsers", "rewards.post"}
