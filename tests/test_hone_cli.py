@@ -28,7 +28,7 @@ usage: hone VERB [options]
   doctor     check this machine and the settings
   rollouts   look at stored rollouts: ls, show, explain, export
   scenarios  make a scenario set of what agents asked: from-rollouts
-  adapters   look at the versions of the policy and choose the one that is served: ls, promote, rollback
+  adapters   the versions of the policy, and which one is served: ls, promote, rollback, export
   proxy      run the proxy alone
   control    run control alone: ingest, seal, score, group
   learn      run the learner alone
