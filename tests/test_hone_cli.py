@@ -29,7 +29,7 @@ usage: hone VERB [options]
   rollouts   look at stored rollouts: ls, show, explain, export
   reward     a reward script on stored rollouts: test, rescore
   scenarios  make a scenario set of what agents asked: from-rollouts
-  adapters   look at the versions of the policy and choose the one that is served: ls, promote, rollback
+  adapters   the versions of the policy, and which one is served: ls, promote, rollback, export
   keys       make API keys for the proxy, and list those that are configured: new, ls
   proxy      run the proxy alone
   control    run control alone: ingest, seal, score, group

@@ -26,6 +26,7 @@ def test_everything_catalogued_is_exported_and_nothing_else(tmp_path: Path) -> N
         metrics.committed("b_1", numbers | {"score_win": 0.25}, True)
         metrics.committed("b_2", numbers | {"score_win": 0.5}, True)
         metrics.dropped("nonfinite")
+        metrics.sink_failed("wandb")
         found = scrape(metrics.port)
     exported = {name.split("{")[0] for name in found if "_created" not in name}
     assert exported == {metric.exported for metric in CATALOGUE}

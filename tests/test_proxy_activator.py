@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 from proxy_world import World, engine_settings, logprobs, until, world, write_adapter, write_manifest
 
@@ -257,3 +258,26 @@ async def test_what_is_promoted_answers_and_is_loaded_again_after_it_was_unloade
         await hone.proxy.upstream.ask(
             engine.url + "/v1/unload_lora_adapter", b'{"lora_name": "policy@v2"}', 10
         )
+
+
+@pytest.mark.engine
+async def test_an_adapter_that_is_version_0_is_proven_and_answers_in_place_of_the_base(
+    engine: Any, tmp_path: Path
+) -> None:
+    base = logprobs(engine.base_dir, None)
+    directory = engine.adapter_dir / f"start-{tmp_path.name}-{time.time_ns()}"
+    write_adapter(directory, engine.base_dir, seed=7)
+    taught = logprobs(engine.base_dir, directory)
+    assert distance(taught, base) > 0.01
+    sha256 = write_manifest(directory, 0, child=taught, parent=base, base=base)
+    async with world(engine_settings(engine.url, head_ttl_s=0.05), tmp_path) as hone:
+        hone.store.start_policy("policy", str(directory), sha256)
+        hone.store.start_run("run", "policy", {})
+        await until(lambda: states(hone).get(0) == "verified", 20)
+        body = {"model": "policy", "messages": [{"role": "user", "content": "play"}], "max_tokens": 4}
+        status, answer, headers = await hone.post("/v1/chat/completions", body)
+        assert (status, headers["x-hone-policy-version"]) == (200, "0"), answer
+        models = await hone.proxy.fleet.models(hone.proxy.fleet.engines[0])  # type: ignore[union-attr]
+        assert (models["policy@v0"].parent, models["policy@v0"].root) == ("policy@base", str(directory))
+    async with aiohttp.ClientSession() as client:  # the engine is shared with other tests' policies
+        await client.post(f"{engine.url}/v1/unload_lora_adapter", json={"lora_name": "policy@v0"})
