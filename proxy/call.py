@@ -9,7 +9,7 @@ from capture.ids import new_id
 from capture.types import Attribution, Mode, RawCall, Rollout, Stitch
 from proxy.attribution import first_of
 from proxy.continuity import Conversation, Onward
-from proxy.dialects.chat import Asked, Fields
+from proxy.dialects.chat import Asked, Fields, Said
 from proxy.heads import Head
 from proxy.replay import Message, Trail
 from proxy.routes import Target, ToPolicy
@@ -36,6 +36,7 @@ class Call:
         "key",
         "onward",
         "retry_count",
+        "said",
         "started_at",
         "target",
         "trail",
@@ -71,6 +72,7 @@ class Call:
         self.idempotency_key = idempotency_key
         self.trail = trail  # of a call that named no rollout
         self.answers: Callable[[], list[Message]] = list  # what was answered so far, where there is a trail
+        self.said: Callable[[], Said | None] = _nothing  # the whole answer, once there is one
         self.alias: str | None = None  # what to put into `model` of the answer; None: leave it whole
         self.changed: dict[str, Any] = {}
         self.untrainable: str | None = None  # why, where that is known before it is answered
@@ -136,3 +138,7 @@ class Call:
             body_hash=hashlib.blake2b(self.body, digest_size=16).digest(),
             error=error,
         )
+
+
+def _nothing() -> None:
+    return None

@@ -23,6 +23,7 @@ from proxy.keys import bearer
 from proxy.metrics import Metrics
 from proxy.refusal import Refused, error_chunk
 from proxy.routes import Routes
+from proxy.server import Request
 from proxy.settings import Settings
 from proxy.sse import Splitter
 from proxy.upstream import ConnectFailed, Reply, TimedOut
@@ -53,7 +54,7 @@ class Relay:
         self._committer = committer
         self._metrics = metrics
 
-    async def handle(self, request: web.Request) -> web.StreamResponse:
+    async def handle(self, request: Request) -> web.StreamResponse:
         """One call from arrival to its last byte."""
         began = time.perf_counter()
         route, status = "none", HUNG_UP
@@ -82,14 +83,14 @@ class Relay:
 
     # -- in --------------------------------------------------------------------------------------
 
-    async def _accept(self, request: web.Request) -> Call:
+    async def _accept(self, request: Request) -> Call:
         """Who calls, what, for which rollout, to where. `Refused` for what is not served."""
         caller = await self._attributor.caller(request.headers)
         body = await read_body(request)
         fields = chat.parse(body)
         asked = chat.asked(fields)
         target = self._routes.target(asked.model)
-        path_id = request.match_info.get("rollout_id")
+        path_id = request.rollout_id or None
         found = await self._attributor.attribute(caller, path_id, request.headers, fields["messages"])
         self._metrics.count(self._metrics.attributed, found.attribution, found.reason)
         if found.opened:
@@ -110,7 +111,7 @@ class Relay:
 
     # -- out -------------------------------------------------------------------------------------
 
-    async def _serve(self, request: web.Request, call: Call) -> web.StreamResponse:
+    async def _serve(self, request: Request, call: Call) -> web.StreamResponse:
         partial = bytearray()  # what the upstream said so far
         try:
             async with self._dispatch.open(call) as reply:
@@ -133,7 +134,7 @@ class Relay:
     # -- whole answers ---------------------------------------------------------------------------
 
     async def _whole(
-        self, request: web.Request, call: Call, reply: Reply, partial: bytearray
+        self, request: Request, call: Call, reply: Reply, partial: bytearray
     ) -> web.StreamResponse:
         body = await reply.read()
         partial += body
@@ -143,9 +144,10 @@ class Relay:
         headers = call.headers()
         content_type = "application/json"
         if reply.status == 200:
-            stripped, usage = chat.strip(body, _wanted(call), call.alias)
-            call.answers = lambda: chat.answers(body)
-            self._count_tokens(call, usage)
+            answer = chat.Whole(body)
+            stripped = answer.strip(_wanted(call), call.alias)
+            call.answers, call.said = answer.answers, answer.said
+            self._count_tokens(call, answer.usage)
         else:
             stripped = body
             content_type = reply.headers.get("content-type", content_type)
@@ -159,7 +161,7 @@ class Relay:
         )
 
     async def _deliver(
-        self, request: web.Request, call: Call, response: web.StreamResponse
+        self, request: Request, call: Call, response: web.StreamResponse
     ) -> web.StreamResponse:
         """Send a whole answer; a durable call whose agent has left meanwhile is undelivered."""
         try:
@@ -174,12 +176,13 @@ class Relay:
     # -- streams ---------------------------------------------------------------------------------
 
     async def _stream(
-        self, request: web.Request, call: Call, reply: Reply, partial: bytearray
+        self, request: Request, call: Call, reply: Reply, partial: bytearray
     ) -> web.StreamResponse:
         if not reply.is_stream:
             raise UpstreamError(f"a stream was asked for, {reply.headers.get('content-type')!r} came")
-        state = chat.Stream(_wanted(call), call.alias, gather=call.trail is not None)
-        call.answers = state.answers
+        gather = call.trail is not None or call.conversation is not None
+        state = chat.Stream(_wanted(call), call.alias, gather=gather)
+        call.answers, call.said = state.answers, state.said
         splitter = Splitter(self._settings.limits.chunk_bytes_max)
         response: web.StreamResponse | None = None
         try:
@@ -204,7 +207,7 @@ class Relay:
         return await self._end(request, call, response, state, bytes(partial))
 
     async def _begin(
-        self, request: web.Request, call: Call, more: dict[str, str] | None = None
+        self, request: Request, call: Call, more: dict[str, str] | None = None
     ) -> web.StreamResponse:
         """Send the head of a stream."""
         call.first_byte_at = time.time()
@@ -217,7 +220,7 @@ class Relay:
 
     async def _end(
         self,
-        request: web.Request,
+        request: Request,
         call: Call,
         response: web.StreamResponse | None,
         state: chat.Stream,
@@ -257,11 +260,11 @@ class Relay:
         if stored is None:
             self._attributor.uncaptured(raw.key_id, stitches)
         elif status == 200 and error is None:
-            self._answered(call, response, redacted=stored.redacted)
+            self._answered(call, redacted=stored.redacted)
         return call.captured
 
-    def _answered(self, call: Call, response: bytes, *, redacted: bool) -> None:
-        self._bridges.answered(call, response, redacted=redacted)
+    def _answered(self, call: Call, *, redacted: bool) -> None:
+        self._bridges.answered(call, redacted=redacted)
         if redacted and call.mode == "train" and call.untrainable is None:
             self._metrics.untrainable.labels(REDACTED).inc()
 
@@ -286,7 +289,7 @@ class Relay:
         route.completion_tokens.inc(usage.completion_tokens or 0)
 
 
-async def read_body(request: web.Request) -> bytes:
+async def read_body(request: Request) -> bytes:
     """The request's body; `Refused` 413 over the limit."""
     try:
         return await request.read()

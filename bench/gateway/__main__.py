@@ -23,7 +23,7 @@ from typing import Any
 
 import msgspec
 
-from bench.gateway import gateways, measure
+from bench.gateway import faults, gateways, measure
 from bench.gateway.gateways import KEY, ROOT, Gateway, Hone
 from bench.gateway.load import Outcome, Plan
 from bench.gateway.payloads import TURNS, Kind
@@ -217,6 +217,9 @@ def bench(arguments: argparse.Namespace) -> dict[str, Any]:
         relays = {row.case: row.cpu_s_per_1000 for row in rows if row.gateway == "relay"}
         print(table(rows, relays))
         result = summary(rows, fsync_ms)
+        result["cancelled"] = faults.hung_up(hone, engine)
+        if arguments.kills:
+            result |= faults.killed(directory / "kills", engine.port, max(1, arguments.kills // share))
         if arguments.memory:
             result |= grown(hone, arguments.memory // share)
     return {**result, "versions": versions, "cpus": os.cpu_count(), "rows": msgspec.to_builtins(rows)}
@@ -238,6 +241,7 @@ def main() -> None:
     parser.add_argument(
         "--memory", type=int, default=20_000, metavar="N", help="requests of the memory run; 0: none"
     )
+    parser.add_argument("--kills", type=int, default=20, metavar="N", help="kill -9 under load; 0: none")
     parser.add_argument(
         "--litellm", default="litellm", metavar="PROGRAM", help="its command, compiled beforehand"
     )

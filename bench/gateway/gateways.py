@@ -12,6 +12,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import apsw
 
@@ -127,13 +128,13 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def ask(port: int, path: str, body: object = None) -> dict[str, str]:
+def ask(port: int, path: str, body: object = None) -> dict[str, Any]:
     """JSON of a request with the bench's key."""
     data = None if body is None else json.dumps(body).encode()
     headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
     request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", data=data, headers=headers)
     with urllib.request.urlopen(request, timeout=30) as response:
-        found: dict[str, str] = json.load(response)
+        found: dict[str, Any] = json.load(response)
     return found
 
 
@@ -237,5 +238,5 @@ def litellm(stack: ExitStack, directory: Path, engine: int, program: str) -> Gat
 
 def _hone_version() -> str:
     compiled = list((ROOT / "proxy/__pycache__").glob(f"relay.{sys.implementation.cache_tag}.pyc"))
-    commit = measure.says(["git", "-C", str(ROOT), "describe", "--always", "--dirty"])
+    commit = measure.says(["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"])
     return f"hone {commit}, bytecode {'compiled' if compiled else 'not compiled'}"

@@ -56,7 +56,7 @@ def says(command: list[str]) -> str:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     except OSError:
         return ""
-    return " ".join((done.stdout + done.stderr).split())
+    return " ".join((done.stdout + done.stderr).split()) if done.returncode == 0 else ""
 
 
 def _stat(pid: int) -> list[str]:
