@@ -16,7 +16,7 @@ demo: setup  ## train the tic-tac-toe agent through real vLLM: a quarter of an h
 	$(BIN)/hone demo
 
 test: setup  ## every test, against the real vLLM
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadgroup
 
 check: setup  ## lint, format, types, import law, docs
 	$(BIN)/ruff check .

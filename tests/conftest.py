@@ -29,6 +29,13 @@ LORA_RANK = 8
 ENGINE_START_S = 300.0
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of several workers one runs whatever shares the engine, so that there is one."""
+    for item in items:
+        if "engine" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.xdist_group("engine"))
+
+
 @dataclass(frozen=True)
 class Engine:
     """A real vLLM that serves the example's base model and takes adapters of rank 8."""
