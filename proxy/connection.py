@@ -80,7 +80,9 @@ class Connection(asyncio.Protocol):
         self._clear()
         self._busy, self.reused, self._within = True, reused, within
         self._began = self._heard = self._loop.time()
-        self._timer = self._loop.call_later(min(within.first_byte_s, within.total_s), self._look)
+        self._timer = self._loop.call_later(
+            min(within.first_byte_s, within.idle_s, within.total_s), self._look
+        )
         self._transport.write(request)
 
     async def head(self) -> Head:
@@ -264,7 +266,8 @@ class Connection(asyncio.Protocol):
             self._fail(TimedOut(f"the upstream did not answer in time: {why}"))
             self._wake()
             return
-        self._timer = self._loop.call_at(min(quiet_until, total_until), self._look)
+        # The first byte may come at any moment, and then it is the idle deadline that counts.
+        self._timer = self._loop.call_at(min(quiet_until, total_until, now + within.idle_s), self._look)
 
     def _stop_timer(self) -> None:
         if self._timer is not None:

@@ -12,6 +12,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from secrets import token_hex
 from typing import Any
 
 import apsw
@@ -19,7 +20,7 @@ import apsw
 from bench.gateway import measure
 from bench.gateway.payloads import MODEL
 
-KEY = "sk-" + "5" * 43
+KEY = f"sk-{token_hex(24)}"  # of this run
 START_S = 90.0
 ROOT = Path(__file__).parents[2]
 
@@ -44,6 +45,7 @@ LITELLM = """
 model_list:
   - model_name: {model}
     litellm_params: {{model: openai/{model}, api_base: "http://127.0.0.1:{engine}/v1", api_key: none}}
+general_settings: {{master_key: {key}}}
 """
 HONE = """
 [policy]
@@ -227,7 +229,7 @@ def litellm(stack: ExitStack, directory: Path, engine: int, program: str) -> Gat
         return None
     port, log = free_port(), directory / "litellm.log"
     config = directory / "litellm.yaml"
-    config.write_text(LITELLM.format(model=MODEL, engine=engine))
+    config.write_text(LITELLM.format(model=MODEL, engine=engine, key=KEY))
     command = [program, "--config", str(config), "--port", str(port), "--host", "127.0.0.1"]
     child = stack.enter_context(process(command, log, directory))
     wait_for(port, "/health/liveliness", child, log)
