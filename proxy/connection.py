@@ -169,9 +169,6 @@ class Connection(asyncio.Protocol):
             if head.status >= 200:
                 break
         self._head = head
-        if self._within.idle_s < self._within.first_byte_s:  # the timer is set for later
-            self._stop_timer()
-            self._look()
         if head.length is not None and head.length > self._within.bytes_max:
             raise self._too_long()
         if head.chunked:
