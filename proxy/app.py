@@ -24,6 +24,7 @@ from capture.redact import Redactor
 from capture.settings import Settings as CaptureSettings
 from capture.sqlite import SqliteStore
 from proxy.activator import Activator
+from proxy.arrivals import Arrivals
 from proxy.attribution import Attributor
 from proxy.bridges import Bridges
 from proxy.commit import Committer
@@ -88,6 +89,7 @@ class Proxy:
             self.attributor,
             self.live,
             self.limiter,
+            Arrivals(self.attributor, self.metrics),
             self.dispatch,
             bridges,
             self.committer,

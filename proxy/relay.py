@@ -13,6 +13,7 @@ from aiohttp import web
 
 from capture.errors import StoreError, UpstreamError
 from capture.reasons import REDACTED
+from proxy.arrivals import Arrivals
 from proxy.attribution import Attributor
 from proxy.bridges import Bridges
 from proxy.call import Call
@@ -21,12 +22,10 @@ from proxy.dialects import chat
 from proxy.dispatch import Dispatch
 from proxy.health import CLIENT_ERROR, OK
 from proxy.health import HUNG_UP as LEFT
-from proxy.keys import Caller
-from proxy.limits import Limited, Limiter, Meter, body_too_large, check_request, counts_tokens
+from proxy.limits import Limited, Limiter, Meter
 from proxy.metrics import Metrics
 from proxy.refusal import Refused, error_chunk
-from proxy.routes import Target, ToUpstream
-from proxy.rules import Live, Rules
+from proxy.rules import Live
 from proxy.server import Request
 from proxy.settings import Settings
 from proxy.sse import Splitter
@@ -34,7 +33,6 @@ from proxy.upstream import ConnectFailed, Reply, TimedOut, TooLong
 
 HUNG_UP = 499
 _TOO_MANY = 429
-_IDEMPOTENCY_KEY_MAX = 255
 _PASSED_ON = ("retry-after", "retry-after-ms", "x-should-retry", "x-request-id")
 
 
@@ -47,6 +45,7 @@ class Relay:
         attributor: Attributor,
         live: Live,
         limiter: Limiter,
+        arrivals: Arrivals,
         dispatch: Dispatch,
         bridges: Bridges,
         committer: Committer,
@@ -56,6 +55,7 @@ class Relay:
         self._attributor = attributor
         self._live = live
         self._limiter = limiter
+        self._arrivals = arrivals
         self._dispatch = dispatch
         self._bridges = bridges
         self._committer = committer
@@ -72,7 +72,7 @@ class Relay:
             caller = await self._attributor.caller(request.headers, rules)
             if caller.limits is not None:
                 meter = await self._limiter.enter(caller.key_id, caller.limits)
-            call = await self._accept(request, rules, caller, meter)
+            call = await self._arrivals.accept(request, rules, caller, meter)
             route = call.target.name
             call.head.begin()
             try:
@@ -96,37 +96,6 @@ class Relay:
             self._metrics.in_flight.dec()
             self._metrics.count(self._metrics.requests, route, str(status))
             self._metrics.route(route).duration.observe(time.perf_counter() - began)
-
-    # -- in --------------------------------------------------------------------------------------
-
-    async def _accept(self, request: Request, rules: Rules, caller: Caller, meter: Meter | None) -> Call:
-        """What is asked, for which rollout, to where. `Refused` for what is not served."""
-        limits = caller.limits
-        body = await read_body(request, None if limits is None else limits.body_bytes_max)
-        fields = chat.parse(body)
-        asked = chat.asked(fields)
-        cap = None if limits is None else check_request(limits, asked, fields)
-        target = rules.routes.target(asked.model)
-        path_id = request.rollout_id or None
-        found = await self._attributor.attribute(caller, path_id, request.headers, fields["messages"])
-        self._metrics.count(self._metrics.attributed, found.attribution, found.reason)
-        if found.opened:
-            self._metrics.count(self._metrics.opened, found.attribution)
-        retries = request.headers.get("x-stainless-retry-count", "0")
-        return Call(
-            key=rules.keyring.for_upstream(request.headers) if _passes_key(target) else None,
-            body=body,
-            fields=fields,
-            asked=asked,
-            head=found.head,
-            attribution=found.attribution,
-            target=target,
-            trail=found.trail,
-            cap=cap,
-            meter=meter if limits is not None and counts_tokens(limits) else None,
-            retry_count=int(retries) if retries.isdecimal() and len(retries) < 5 else 0,
-            idempotency_key=request.headers.get("Idempotency-Key", "")[:_IDEMPOTENCY_KEY_MAX] or None,
-        )
 
     # -- out -------------------------------------------------------------------------------------
 
@@ -331,29 +300,11 @@ class Relay:
         route.completion_tokens.inc(usage.completion_tokens or 0)
 
 
-async def read_body(request: Request, limit: int | None = None) -> bytes:
-    """The request's body; `Refused` 413 over the limit of all, or over that of its key."""
-    if limit is not None and (request.content_length or 0) > limit:
-        raise body_too_large(limit)
-    try:
-        body = await request.read()
-    except web.HTTPRequestEntityTooLarge as error:
-        raise Refused(413, "body_too_large", f"The body is too large: {error.text}") from None
-    if limit is not None and len(body) > limit:
-        raise body_too_large(limit)
-    return body
-
-
 def _wanted(call: Call) -> chat.Asked:
     """What must stay in the answer: of a foreign upstream's everything."""
     if call.policy is not None:
         return call.asked
     return msgspec.structs.replace(call.asked, ids=True, logprobs=True, usage=not call.strips_usage)
-
-
-def _passes_key(target: Target) -> bool:
-    """Whether the agent's own key may be needed for an upstream."""
-    return any(isinstance(one, ToUpstream) and one.passthrough for one in (target, *target.fallbacks))
 
 
 def _outcome(error: UpstreamError) -> str:

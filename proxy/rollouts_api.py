@@ -14,13 +14,13 @@ from capture.errors import Conflict, NotFound, RewardFrozen
 from capture.ids import new_id
 from capture.redact import Redactor
 from capture.types import FinishStatus, Mode, Rollout
+from proxy.arrivals import read_body
 from proxy.attribution import VALUE_CHARS_MAX, Attributor
 from proxy.engines import Fleet, version_of
 from proxy.heads import Head, Heads
 from proxy.keys import Caller, hash_secret
 from proxy.metrics import Metrics
 from proxy.refusal import Refused
-from proxy.relay import read_body
 from proxy.server import Request
 from proxy.settings import Settings
 from proxy.storage import Storage
