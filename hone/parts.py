@@ -19,7 +19,7 @@ def serving(config: Config, python: str, env: Mapping[str, str] | None = None) -
             ready_url=f"http://{_reachable(proxy.host)}:{proxy.port}/ready",
             ready_timeout_s=120.0,
             after=tuple(part.name for part in parts),
-            stop_timeout_s=proxy.drain_s + 5.0,
+            stop_timeout_s=proxy.unready_s + proxy.drain_s + 5.0,
         )
     )
     parts.append(

@@ -291,7 +291,8 @@ async def serve(
 ) -> None:
     """Run one proxy until SIGTERM or SIGINT. SIGHUP reads `source` again.
 
-    Then: not ready, no new connections, calls in flight get `drain_s`, the journal closes last.
+    Then: not ready for `unready_s`, no new connections, calls in flight get `drain_s`, and last the
+    journal closes.
     """
     stop = asyncio.Event()
     reloads: set[asyncio.Task[bool]] = set()
@@ -307,7 +308,8 @@ async def serve(
                 loop.add_signal_handler(signal.SIGHUP, _soon, reloads, reloader.reload)
             log.info("proxy listens on %s", url)
             await stop.wait()
-            proxy.stopping = True
+            proxy.stopping = True  # whoever asks /ready sends its calls elsewhere from now on
+            await asyncio.sleep(settings.unready_s)
             log.info("proxy stops; %d calls in flight", sum(proxy.heads.in_flight().values()))
     finally:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):

@@ -139,7 +139,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     health: Health = Health()
     engines: Engines = Engines()
     commit_timeout_s: float = 10.0  # a call that is not durable by then is refused (observe: served)
-    drain_s: float = 10.0  # calls in flight get this long after SIGTERM
+    unready_s: float = 0.3  # after SIGTERM calls are still taken that long, while /ready says 503
+    drain_s: float = 10.0  # then calls in flight get this long
     in_flight_interval_s: float = 1.0  # between records of the rollouts that have calls in flight
     head_ttl_s: float = 1.0  # a cached rollout head is read again after this
     finish_wait_s: float = 2.0  # finishing waits this long for the rollout's calls in flight
