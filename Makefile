@@ -2,7 +2,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 ROOMS := capture proxy rewards learner rollouts hone
 
-.PHONY: help setup demo test check format clean
+.PHONY: help setup demo test check format clean bench-gateway
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -24,6 +24,9 @@ check: setup  ## lint, format, types, import law, docs
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/python -m pytest -q tests/test_docs.py
+
+bench-gateway: setup  ## what the gateway costs, beside a bare relay, nginx and LiteLLM (ARGS=--quick)
+	$(BIN)/python -m bench.gateway $(ARGS)
 
 format: setup  ## rewrite the code in the house style
 	$(BIN)/ruff check --fix .

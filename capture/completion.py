@@ -95,7 +95,7 @@ def read_body(body: bytes) -> Completion:
     _count(found, answer.usage)
     if len(answer.choices) == 1:
         choice = answer.choices[0]
-        found.message = None if choice.message is None else _tidy(choice.message)
+        found.message = None if choice.message is None else tidy(choice.message)
         found.finish_reason = choice.finish_reason
         found.token_ids = choice.token_ids or []
         found.logprobs = _logprobs(choice.logprobs)
@@ -197,7 +197,7 @@ def _data_lines(body: bytes) -> Iterator[bytes]:
                 yield data
 
 
-def _tidy(message: dict[str, Any]) -> dict[str, Any]:
+def tidy(message: dict[str, Any]) -> dict[str, Any]:
     """Without the keys that the engine fills with nothing."""
     return {name: value for name, value in message.items() if name == "content" or value not in (None, [])}
 

@@ -13,9 +13,20 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(list[RawCall])
 
 
+class Packer:
+    """Makes frames, in one thread; its tables are made once."""
+
+    def __init__(self) -> None:
+        self._compressor = zstandard.ZstdCompressor(level=_LEVEL, write_checksum=True)
+
+    def pack(self, records: Sequence[RawCall]) -> bytes:
+        """The records as one compressed frame."""
+        return self._compressor.compress(_encoder.encode(records))
+
+
 def pack(records: Sequence[RawCall]) -> bytes:
     """The records as one compressed frame."""
-    return zstandard.ZstdCompressor(level=_LEVEL, write_checksum=True).compress(_encoder.encode(records))
+    return Packer().pack(records)
 
 
 def unpack(frame: bytes) -> list[RawCall]:

@@ -2,8 +2,10 @@
 
 import secrets
 import time
+from base64 import b32encode
 
-_ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"  # Crockford's base 32: no i, l, o, u
+_BASE32 = b"ABCDEFGHIJKLMNOPQRSTUVWXYZ234567"
+_TO_CROCKFORD = bytes.maketrans(_BASE32, b"0123456789abcdefghjkmnpqrstvwxyz")  # no i, l, o, u
 
 
 def new_id(prefix: str) -> str:
@@ -16,4 +18,4 @@ def new_id(prefix: str) -> str:
 
 def encode(number: int) -> str:
     """A 128-bit number as 26 characters of lowercase Crockford base 32, most significant first."""
-    return "".join([_ALPHABET[number >> shift & 31] for shift in range(125, -1, -5)])
+    return b32encode(number.to_bytes(20)).translate(_TO_CROCKFORD)[-26:].decode()

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from capture.errors import NotFound, StoreError
-from capture.frames import pack
+from capture.frames import Packer
 from capture.redact import Redactor
 from capture.settings import Settings
 from capture.store import Store
@@ -54,6 +54,7 @@ class Journal:
         self._store = store
         self._settings = settings
         self._redactor = Redactor(settings.redact)
+        self._packer = Packer()
         self._queue: queue.SimpleQueue[_Entry | None] = queue.SimpleQueue()
         self._waiting: deque[_Entry] = deque()  # the queue has no room for these yet
         self._thread: threading.Thread | None = None
@@ -73,19 +74,26 @@ class Journal:
     async def commit(
         self, raw: RawCall, new: Rollout | None = None, stitches: Sequence[Stitch] = ()
     ) -> RawCall:
+        """What `submit` promises. A cancelled wait takes the record back only while the queue has no room
+        for it."""
+        return await self.submit(raw, new, stitches)
+
+    def submit(
+        self, raw: RawCall, new: Rollout | None = None, stitches: Sequence[Stitch] = ()
+    ) -> asyncio.Future[RawCall]:
         """The call as it is stored, once it is durable, with ``new``, its rollout that nobody opened, and
         its stitches.
 
-        Raises `StoreError` if the store failed for ``commit_timeout_s`` and `NotFound` if the call's
-        rollout does not exist; then nothing of this call was written. A cancelled wait takes the
-        record back only while the queue has no room for it.
+        `StoreError` if the store failed for ``commit_timeout_s`` and `NotFound` if the call's rollout does
+        not exist; then nothing of this call was written. Cancelling takes the record back only while the
+        queue has no room for it.
         """
         if self._closed or self._loop is None:
             raise StoreError("the journal is not open")
         entry = _Entry(raw, new, stitches, self._loop.create_future())
         self._waiting.append(entry)
         self._admit()
-        return await entry.done
+        return entry.done
 
     async def close(self) -> None:
         """Commit everything that was handed in, then stop the writer thread. Idempotent."""
@@ -188,7 +196,7 @@ class Journal:
         records = [entry.raw for entry in entries]
         new = list({entry.new.id: entry.new for entry in entries if entry.new is not None}.values())
         stitches = {entry.raw.id: entry.stitches for entry in entries if entry.stitches}
-        frame = pack(records)
+        frame = self._packer.pack(records)
         while True:
             try:
                 return self._store.commit_calls(frame, records, new, stitches)

@@ -1,7 +1,6 @@
 """Wiring: every part of the proxy, its one owner and its lifetime.
 
-`serve` runs one proxy process until SIGTERM or SIGINT; `application` builds the same without a
-socket of its own, for whoever brings one.
+`serve` runs one proxy process until SIGTERM or SIGINT.
 """
 
 import asyncio
@@ -11,7 +10,7 @@ import secrets as random_secrets
 import signal
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from capture.redact import Redactor
 from capture.settings import Settings as CaptureSettings
 from capture.sqlite import SqliteStore
 from proxy.activator import Activator
+from proxy.arrivals import Arrivals
 from proxy.attribution import Attributor
 from proxy.bridges import Bridges
 from proxy.commit import Committer
@@ -33,11 +33,12 @@ from proxy.engines import Fleet
 from proxy.heads import Heads
 from proxy.limits import Limiter
 from proxy.metrics import Metrics
-from proxy.refusal import Refused, error_body
+from proxy.refusal import Refused
 from proxy.relay import Relay
 from proxy.reload import Reloader, Source
 from proxy.rollouts_api import RolloutsApi
 from proxy.rules import Live, Rules, rules
+from proxy.server import Handler, Paths, Request, server
 from proxy.settings import Settings
 from proxy.stitches import Stitches
 from proxy.storage import Storage
@@ -47,8 +48,6 @@ from proxy.upstream import Upstream, without_secrets
 log = logging.getLogger("hone.proxy")
 
 PRUNE_EVERY_S = 60.0
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Proxy:
@@ -90,6 +89,7 @@ class Proxy:
             self.attributor,
             self.live,
             self.limiter,
+            Arrivals(self.attributor, self.metrics),
             self.dispatch,
             bridges,
             self.committer,
@@ -171,11 +171,11 @@ class Proxy:
 
     # -- small handlers --------------------------------------------------------------------------
 
-    async def models(self, request: web.Request) -> web.Response:
+    async def models(self, request: Request) -> web.Response:
         """`GET /v1/models`: every name that a call may ask for."""
         caller = await self.attributor.caller(request.headers)
         caller.need("infer")
-        if rollout_id := request.match_info.get("rollout_id"):
+        if rollout_id := request.rollout_id:
             await self.attributor.owned(caller, rollout_id)
         data = [
             {"id": name, "object": "model", "created": 0, "owned_by": "hone"}
@@ -183,11 +183,11 @@ class Proxy:
         ]
         return _json({"object": "list", "data": data})
 
-    async def health(self, request: web.Request) -> web.Response:
+    async def health(self, request: Request) -> web.Response:
         """`GET /health`: the process is alive."""
         return _json({"status": "ok"})
 
-    async def ready(self, request: web.Request) -> web.Response:
+    async def ready(self, request: Request) -> web.Response:
         """`GET /ready`: 200 if calls can be captured and the policy served, else 503 with reasons."""
         reasons = self.not_ready()
         return _json({"ready": not reasons, "reasons": reasons}, 503 if reasons else 200)
@@ -204,7 +204,7 @@ class Proxy:
             reasons += sorted(reason for reason in missing if reason)
         return reasons
 
-    async def export(self, request: web.Request) -> web.Response:
+    async def export(self, request: Request) -> web.Response:
         """`GET /metrics`, in Prometheus' text format."""
         self.metrics.queue_bytes.set(self.journal.queue_bytes)
         self._export_shares()
@@ -225,67 +225,33 @@ class Proxy:
             self.metrics.upstream_share.labels(without_secrets(url)).set(share)
 
 
-PROXY = web.AppKey("proxy", Proxy)
+def paths(proxy: Proxy) -> Paths:
+    """What the proxy answers."""
 
-
-def application(
-    settings: Settings,
-    store_path: Path,
-    *,
-    capture: CaptureSettings | None = None,
-    secrets: Mapping[str, str] | None = None,
-    source: Source | None = None,
-) -> web.Application:
-    """The aiohttp application. `secrets` holds the values of the routes' `key_env` names.
-
-    Serve it with `handler_cancellation=True`, or hang-ups before a whole answer go unseen.
-    `ConfigError` for settings that cannot work.
-    """
-    rules(settings, secrets or {})
-    app = web.Application(client_max_size=settings.limits.body_bytes_max)
-
-    async def lifetime(app: web.Application) -> AsyncIterator[None]:
-        proxy = app[PROXY] = Proxy(settings, capture or CaptureSettings(), store_path, secrets or {}, source)
-        async with proxy.open():
-            yield
-
-    app.cleanup_ctx.append(lifetime)
-    _add_routes(app)
-    return app
-
-
-def _add_routes(app: web.Application) -> None:
-    def to(method: Callable[[Proxy], Handler]) -> Handler:
-        async def handler(request: web.Request) -> web.StreamResponse:
+    def to(handler: Handler) -> Handler:
+        async def answered(request: Request) -> web.StreamResponse:
             try:
-                return await method(app[PROXY])(request)
+                return await handler(request)
             except Refused as refused:
                 return refused.response()
             except StoreError as error:
-                app[PROXY].metrics.note("request", error)
+                proxy.metrics.note("request", error)
                 return Refused(503, "store", f"The store cannot do that now: {error}", retry=True).response()
 
-        return handler
+        return answered
 
-    call = to(lambda proxy: proxy.relay.handle)
-    router = app.router
-    router.add_post("/v1/chat/completions", call)
-    router.add_post("/rollouts/{rollout_id}/v1/chat/completions", call)
-    router.add_get("/v1/models", to(lambda proxy: proxy.models))
-    router.add_get("/rollouts/{rollout_id}/v1/models", to(lambda proxy: proxy.models))
-    router.add_post("/rollouts", to(lambda proxy: proxy.api.open))
-    router.add_get("/rollouts/{rollout_id}", to(lambda proxy: proxy.api.read))
-    router.add_post("/rollouts/{rollout_id}/finish", to(lambda proxy: proxy.api.finish))
-    router.add_post("/rewards", to(lambda proxy: proxy.api.score))
-    router.add_get("/health", to(lambda proxy: proxy.health))
-    router.add_get("/ready", to(lambda proxy: proxy.ready))
-    router.add_get("/metrics", to(lambda proxy: proxy.export))
-    router.add_route("*", "/{path:.*}", _not_found)
-
-
-async def _not_found(request: web.Request) -> web.Response:
-    text = f"There is no {request.method} {request.path[:200]} here."
-    return web.Response(status=404, body=error_body(404, "not_found", text), content_type="application/json")
+    found = Paths()
+    for prefix in ("", "/rollouts/{rollout_id}"):
+        found.add("POST", f"{prefix}/v1/chat/completions", proxy.relay.handle)
+        found.add("GET", f"{prefix}/v1/models", to(proxy.models))
+    found.add("POST", "/rollouts", to(proxy.api.open))
+    found.add("GET", "/rollouts/{rollout_id}", to(proxy.api.read))
+    found.add("POST", "/rollouts/{rollout_id}/finish", to(proxy.api.finish))
+    found.add("POST", "/rewards", to(proxy.api.score))
+    found.add("GET", "/health", to(proxy.health))
+    found.add("GET", "/ready", to(proxy.ready))
+    found.add("GET", "/metrics", to(proxy.export))
+    return found
 
 
 @asynccontextmanager
@@ -297,17 +263,22 @@ async def running(
     secrets: Mapping[str, str] | None = None,
     source: Source | None = None,
 ) -> AsyncIterator[tuple[Proxy, str]]:
-    """A proxy that listens; yields it and its URL. On leaving it drains: at most `drain_s`."""
-    app = application(settings, store_path, capture=capture, secrets=secrets, source=source)
-    runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=settings.drain_s)
-    await runner.setup()
-    try:
-        site = web.TCPSite(runner, settings.host, settings.port, backlog=1024)
-        await site.start()
-        port = runner.addresses[0][1]
-        yield app[PROXY], f"http://{settings.host}:{port}"
-    finally:
-        await runner.cleanup()
+    """A proxy that listens; yields it and its URL. On leaving it drains: at most `drain_s`.
+
+    `secrets` holds the values of the routes' `key_env` names. `ConfigError` for settings that cannot work.
+    """
+    proxy = Proxy(settings, capture or CaptureSettings(), store_path, secrets or {}, source)
+    async with proxy.open():
+        listening = server(paths(proxy).handle, settings.limits.body_bytes_max)
+        runner = web.ServerRunner(listening, shutdown_timeout=settings.drain_s)
+        await runner.setup()
+        try:
+            site = web.TCPSite(runner, settings.host, settings.port, backlog=1024)
+            await site.start()
+            port = runner.addresses[0][1]
+            yield proxy, f"http://{settings.host}:{port}"
+        finally:
+            await runner.cleanup()
 
 
 async def serve(

@@ -16,7 +16,6 @@ from msgspec import Raw
 
 from capture.errors import StoreError, UpstreamError
 from capture.settings import Continuity
-from capture.tokens import packed, unpacked
 from proxy import continuity
 from proxy.call import Call
 from proxy.continuity import (
@@ -32,6 +31,8 @@ from proxy.continuity import (
     Onward,
     Unproven,
     bridge,
+    listed,
+    read_ids,
     without_thought,
 )
 from proxy.dialects import chat
@@ -39,7 +40,7 @@ from proxy.dialects.chat import FALSE, TRUE, Fields
 from proxy.engines import Engine
 from proxy.metrics import Metrics
 from proxy.template import PROBES, Template, learn
-from proxy.tips import Tips, completion_of
+from proxy.tips import Tips
 from proxy.upstream import Upstream
 
 log = logging.getLogger("hone.proxy")
@@ -80,7 +81,7 @@ class Bridges:
     def read(self, call: Call) -> None:
         """Take down what a call says, before its request is changed."""
         if self._continuity != "off" and call.mode == "train":
-            call.conversation = continuity.read(call.fields)
+            call.conversation = continuity.read(call.fields, self._tips.latest(call.head.rollout.id))
 
     async def prepare(self, call: Call, engine: Engine) -> None:
         """Give the engine the prompt's ids, if somebody looks and they are proven.
@@ -120,23 +121,23 @@ class Bridges:
         call.changed.pop(IDS, None)
         return True
 
-    def answered(self, call: Call, body: bytes, *, redacted: bool) -> None:
-        """A durable call was answered with 200 and this body, which its agent has not seen whole yet.
+    def answered(self, call: Call, *, redacted: bool) -> None:
+        """A durable call was answered with 200, and its agent has not seen the whole answer yet.
 
         One that redaction changed is not gone on from: its ids would spell in later calls, whose own text
         need not say it any more, what was taken out. So it is to whoever reads the store.
         """
         if call.conversation is None:
             return
-        completion = completion_of(body, call.asked.stream)
-        if completion is None:
+        said = call.said()
+        if said is None:
             return
         if call.onward is not None:
-            self._count(call, call.onward, completion.prompt_ids)
+            self._count(call, call.onward, listed(said.prompt_ids))
         if redacted:
             self._tips.leave_out(call.head.rollout.id, call.id)
         else:
-            self._tips.remember(call.head.rollout.id, call.id, call.conversation, completion)
+            self._tips.remember(call.head.rollout.id, call.id, call.conversation, said)
 
     # -- looking ---------------------------------------------------------------------------------
 
@@ -153,7 +154,7 @@ class Bridges:
         template = await self._template(engine)
         if template is None or (template.rewrites and self._continuity == "auto"):
             raise Unproven(UNSUPPORTED)
-        tip = unpacked(onward.tip.ids)
+        tip = read_ids(onward.tip.ids)
         messages = call.conversation.messages()
         thoughts = self._tips.thoughts(call.head.rollout.id, call.conversation)
         for at, reply in thoughts:  # what the agent left out again, or a template that drops it would pass
@@ -176,13 +177,13 @@ class Bridges:
             said = f"the {len(tip)} of {onward.tip.call_id} and {len(ids) - len(tip)} more"
             call.changed[IDS] = {"prompt_token_ids": said}
 
-    def _count(self, call: Call, onward: Onward, prompt_ids: Sequence[int]) -> None:
+    def _count(self, call: Call, onward: Onward, prompt_ids: bytes) -> None:
         """What became of the call, now that the prompt's ids are known."""
-        if onward.ids is not None and list(prompt_ids) != onward.ids:
+        if onward.ids is not None and prompt_ids != listed(_ENCODE(onward.ids)):
             onward.outcome = IGNORED
             self._give_up(call.upstream, "it used other ids than those that it was given")
         elif onward.outcome is None and onward.tip is not None:
-            went_on = packed(prompt_ids).startswith(onward.tip.ids)
+            went_on = prompt_ids.startswith(onward.tip.ids)
             onward.outcome = FAITHFUL if went_on else DRIFTED
             if not went_on:
                 self._drifts()

@@ -10,7 +10,7 @@ from capture.types import Attribution, Mode, RawCall, Rollout, Stitch
 from proxy.attribution import first_of
 from proxy.continuity import Conversation, Onward
 from proxy.dialects import chat
-from proxy.dialects.chat import Asked, Fields, Usage
+from proxy.dialects.chat import Asked, Fields, Said, Usage
 from proxy.heads import Head
 from proxy.health import Breaker
 from proxy.limits import Meter, estimate
@@ -46,6 +46,7 @@ class Call:
         "meter",
         "onward",
         "retry_count",
+        "said",
         "started_at",
         "strips_usage",
         "target",
@@ -92,6 +93,7 @@ class Call:
         self.idempotency_key = idempotency_key
         self.trail = trail  # of a call that named no rollout
         self.answers: Callable[[], list[Message]] = list  # what was answered so far, where there is a trail
+        self.said: Callable[[], Said | None] = _nothing  # the whole answer, once there is one
         self.alias: str | None = None  # what to put into `model` of the answer; None: leave it whole
         self.changed: dict[str, Any] = {}
         self.untrainable: str | None = None  # why, where that is known before it is answered
@@ -189,3 +191,7 @@ def _allowed(target: Target, mode: Mode) -> tuple[Target, ...]:
     if isinstance(target, ToPolicy):
         return ()
     return tuple(other for other in target.fallbacks if not isinstance(other, ToPolicy))
+
+
+def _nothing() -> None:
+    return None

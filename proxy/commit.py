@@ -2,16 +2,16 @@
 
 import asyncio
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
-from capture.errors import HoneError
+from capture.errors import HoneError, StoreError
 from capture.journal import Journal
 from capture.types import RawCall, Rollout, Stitch
 from proxy.metrics import Metrics
 from proxy.storage import Storage
 
-T = TypeVar("T")
+F = TypeVar("F", bound=asyncio.Future[Any])
 
 
 class Committer:
@@ -22,7 +22,7 @@ class Committer:
         self._storage = storage
         self._metrics = metrics
         self._timeout_s = timeout_s
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks: set[asyncio.Future[Any]] = set()
 
     async def commit(
         self, raw: RawCall, new: Rollout | None, stitches: Sequence[Stitch] = ()
@@ -33,53 +33,68 @@ class Committer:
         agent was refused or has gone is marked undelivered.
         """
         began = time.perf_counter()
-        task = self._spawn(self._journal.commit(raw, new, stitches))
         try:
-            done, _ = await asyncio.wait({task}, timeout=self._timeout_s)
+            durable = self._hand_over(raw, new, stitches)
+        except StoreError as error:
+            self._metrics.commit_failures.inc()
+            self._metrics.note("commit", error)
+            return None
+        try:
+            done, _ = await asyncio.wait((durable,), timeout=self._timeout_s)
         except asyncio.CancelledError:
-            self._undeliver(task, raw.id)
+            self._undeliver(durable, raw.id)
             raise
-        if done and task.exception() is None:
+        if done and durable.exception() is None:
             self._metrics.commit_seconds.observe(time.perf_counter() - began)
-            return task.result()
+            return durable.result()
         self._metrics.commit_failures.inc()
         if done:
-            self._metrics.note("commit", task.exception())
+            self._metrics.note("commit", durable.exception())
         else:
-            self._undeliver(task, raw.id)
+            self._undeliver(durable, raw.id)
         return None
 
     def commit_later(self, raw: RawCall, new: Rollout | None, stitches: Sequence[Stitch] = ()) -> None:
         """For a call whose agent has gone: durable as soon as may be, in the background."""
-        self._spawn(self._journal.commit(raw, new, stitches))
+        try:
+            self._hand_over(raw, new, stitches)
+        except StoreError as error:
+            self._metrics.note("journal", error)
 
     def undelivered(self, call_id: str) -> None:
         """A durable call whose agent left before its end."""
         self._metrics.undelivered.inc()
         store = self._storage.store
-        self._spawn(self._storage.call(store.mark_undelivered, [call_id]))
+        marking = self._storage.call(store.mark_undelivered, [call_id])
+        self._watch(asyncio.get_running_loop().create_task(marking))
 
     async def drain(self) -> None:
         """Wait for everything that was handed over."""
         while self._tasks:
             await asyncio.wait(self._tasks)
 
-    def _undeliver(self, task: asyncio.Task[Any], call_id: str) -> None:
+    def _hand_over(
+        self, raw: RawCall, new: Rollout | None, stitches: Sequence[Stitch]
+    ) -> asyncio.Future[RawCall]:
+        """Resolved once it is durable. `StoreError` if the journal is closed."""
+        return self._watch(self._journal.submit(raw, new, stitches))
+
+    def _undeliver(self, durable: asyncio.Future[RawCall], call_id: str) -> None:
         """Mark it once it is durable, if it ever is."""
 
-        def mark(done: asyncio.Task[Any]) -> None:
+        def mark(done: asyncio.Future[RawCall]) -> None:
             if not done.cancelled() and done.exception() is None:
                 self.undelivered(call_id)
 
-        task.add_done_callback(mark)
+        durable.add_done_callback(mark)
 
-    def _spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._forget)
-        return task
+    def _watch(self, work: F) -> F:
+        """What `drain` waits for."""
+        self._tasks.add(work)
+        work.add_done_callback(self._forget)
+        return work
 
-    def _forget(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and isinstance(error := task.exception(), HoneError):
+    def _forget(self, work: asyncio.Future[Any]) -> None:
+        self._tasks.discard(work)
+        if not work.cancelled() and isinstance(error := work.exception(), HoneError):
             self._metrics.note("journal", error)

@@ -15,9 +15,7 @@ from typing import Any, Final
 import msgspec
 from msgspec import Raw
 
-from capture.completion import Completion
-from capture.tokens import packed
-from proxy.dialects.chat import FALSE, NULL, TRUE, Fields
+from proxy.dialects.chat import FALSE, NULL, TRUE, Fields, Said
 from proxy.replay import BROKEN, DIGEST_BYTES, Budget, Message, form, is_sane, message_of
 from proxy.template import Ids, Template
 
@@ -92,20 +90,51 @@ class Conversation:
     everything else as it stands, tools and template arguments included.
     """
 
-    __slots__ = ("_hash", "_json", "answers")
+    __slots__ = ("_context", "_count", "_hash", "_json", "answers")
 
-    def __init__(self, json: Raw, messages: Sequence[_Said], context: bytes) -> None:
+    def __init__(self, json: bytes, messages: Sequence[_Said], context: bytes) -> None:
         self._json = json
+        self._context = context
         self._hash = hashlib.blake2b(context, digest_size=DIGEST_BYTES)
+        self._count = 0
         self.answers: dict[int, bytes] = {}
+        self._add(messages)
+
+    @property
+    def size(self) -> int:
+        """Bytes that it holds."""
+        return len(self._json) + len(self._context)
+
+    def added(self, json: bytes, context: bytes) -> bytes | None:
+        """What another request's messages add to these, as JSON; None unless they begin with these, byte
+        for byte, in the same context."""
+        stem = len(self._json) - 1
+        if (
+            context != self._context
+            or json[stem : stem + 1] != b","
+            or not json.startswith(self._json[:stem])
+        ):
+            return None
+        return b"[" + json[stem + 1 :]
+
+    def longer(self, json: bytes, messages: Sequence[_Said]) -> "Conversation":
+        """The conversation that goes on from this one with these messages, and is `json` as a whole."""
+        found = Conversation(json, (), b"")
+        found._context, found._count = self._context, self._count
+        found._hash, found.answers = self._hash.copy(), dict(self.answers)
+        found._add(messages)
+        return found
+
+    def _add(self, messages: Sequence[_Said]) -> None:
         budget = Budget()
-        for place, message in enumerate(messages):
+        for place, message in enumerate(messages, self._count):
             if message.role == "assistant":
                 self._hash.update(form(message, budget))
                 self.answers[place] = self._hash.digest()
             else:
                 said = (message.role, _text(message.content), message.tool_call_id, message.name)
                 self._hash.update(_encode(said))
+        self._count += len(messages)
 
     @property
     def last(self) -> int:
@@ -126,8 +155,9 @@ class Conversation:
         return _RAWS.decode(self._json)
 
 
-def read(fields: Fields) -> Conversation | None:
-    """The conversation of a request as the agent sent it.
+def read(fields: Fields, before: Conversation | None = None) -> Conversation | None:
+    """The conversation of a request as the agent sent it; where it begins with the one `before`, only what it
+    adds is read.
 
     None where it cannot be gone on with: messages that are not those of a chat, pictures or sound in
     them, a last message that the model is to finish.
@@ -136,14 +166,18 @@ def read(fields: Fields) -> Conversation | None:
         return None
     if fields.get("add_generation_prompt", TRUE) not in (TRUE, NULL):
         return None
-    if not is_sane(bytes(fields["messages"])):
+    json = bytes(fields["messages"])
+    if not is_sane(json):
         return None
     context = b"\0".join(bytes(fields[name]) if name in fields else b"" for name in PROMPT_FIELDS)
     try:
-        messages = _MESSAGES.decode(fields["messages"])
+        added = None if before is None else before.added(json, context)
+        messages = _MESSAGES.decode(json if added is None else added)
         if not all(_is_text(message.content) for message in messages):
             return None
-        return Conversation(fields["messages"], messages, context)
+        if before is None or added is None:
+            return Conversation(json, messages, context)
+        return before.longer(json, messages)
     except BROKEN:
         return None
 
@@ -166,12 +200,12 @@ class Tip(msgspec.Struct, frozen=True, eq=False):
 
     call_id: str
     base: "Tip | None"  # these ids begin with that tip's
-    rest: bytes  # the further ones, packed
+    rest: bytes  # the further ones, each with a comma behind it
     thought: Raw | None = None  # the reply as the agent got it, where it holds reasoning
 
     @property
     def ids(self) -> bytes:
-        """All of them, packed."""
+        """All of them, each with a comma behind it: as engines write them, so that none need be decoded."""
         parts = []
         tip: Tip | None = self
         while tip is not None:
@@ -180,18 +214,30 @@ class Tip(msgspec.Struct, frozen=True, eq=False):
         return b"".join(reversed(parts))
 
 
-def tip_of(call_id: str, completion: Completion, base: Tip | None) -> Tip | None:
+def tip_of(call_id: str, said: Said, base: Tip | None) -> Tip | None:
     """The tip that a completed call leaves; None if its ids are not known.
 
     `base` is the tip that its messages go on from, whether or not its ids do.
     """
-    if completion.message is None or not completion.prompt_ids or not completion.token_ids:
+    prompt, sampled = listed(said.prompt_ids), listed(said.token_ids)
+    if not prompt or not sampled:
         return None
-    ids = packed([*completion.prompt_ids, *completion.token_ids])
+    ids = prompt + sampled
     before = b"" if base is None else base.ids
     if not ids.startswith(before):
         base, before = None, b""
-    return Tip(call_id, base, ids[len(before) :], _thought(completion.message))
+    return Tip(call_id, base, ids[len(before) :], _thought(said.message))
+
+
+def listed(ids: bytes) -> bytes:
+    """A JSON list of ids as tips keep them; empty if it is none, or has none."""
+    bare = ids.strip()[1:-1].replace(b" ", b"")
+    return bare + b"," if bare and not bare.translate(None, _IN_IDS) else b""
+
+
+def read_ids(ids: bytes) -> list[int]:
+    """The ids that `listed` gave."""
+    return _IDS.decode(b"[" + ids[:-1] + b"]")
 
 
 def _thought(reply: Mapping[str, Any]) -> Raw | None:
@@ -231,6 +277,8 @@ def bridge(template: Template, tip: Ids, upto: Ids, whole: Ids, length_max: int 
     return list(whole[cut:])
 
 
+_IDS = msgspec.json.Decoder(list[int])
+_IN_IDS = b"0123456789,"
 _MESSAGES = msgspec.json.Decoder(list[_Said])
 _RAWS = msgspec.json.Decoder(list[Raw])
 _encode = msgspec.msgpack.Encoder().encode

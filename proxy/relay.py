@@ -13,6 +13,7 @@ from aiohttp import web
 
 from capture.errors import StoreError, UpstreamError
 from capture.reasons import REDACTED
+from proxy.arrivals import Arrivals
 from proxy.attribution import Attributor
 from proxy.bridges import Bridges
 from proxy.call import Call
@@ -21,19 +22,17 @@ from proxy.dialects import chat
 from proxy.dispatch import Dispatch
 from proxy.health import CLIENT_ERROR, OK
 from proxy.health import HUNG_UP as LEFT
-from proxy.keys import Caller
-from proxy.limits import Limited, Limiter, Meter, body_too_large, check_request, counts_tokens
+from proxy.limits import Limited, Limiter, Meter
 from proxy.metrics import Metrics
 from proxy.refusal import Refused, error_chunk
-from proxy.routes import Target, ToUpstream
-from proxy.rules import Live, Rules
+from proxy.rules import Live
+from proxy.server import Request
 from proxy.settings import Settings
 from proxy.sse import Splitter
 from proxy.upstream import ConnectFailed, Reply, TimedOut, TooLong
 
 HUNG_UP = 499
 _TOO_MANY = 429
-_IDEMPOTENCY_KEY_MAX = 255
 _PASSED_ON = ("retry-after", "retry-after-ms", "x-should-retry", "x-request-id")
 
 
@@ -46,6 +45,7 @@ class Relay:
         attributor: Attributor,
         live: Live,
         limiter: Limiter,
+        arrivals: Arrivals,
         dispatch: Dispatch,
         bridges: Bridges,
         committer: Committer,
@@ -55,12 +55,13 @@ class Relay:
         self._attributor = attributor
         self._live = live
         self._limiter = limiter
+        self._arrivals = arrivals
         self._dispatch = dispatch
         self._bridges = bridges
         self._committer = committer
         self._metrics = metrics
 
-    async def handle(self, request: web.Request) -> web.StreamResponse:
+    async def handle(self, request: Request) -> web.StreamResponse:
         """One call from arrival to its last byte."""
         began = time.perf_counter()
         route, status = "none", HUNG_UP
@@ -71,7 +72,7 @@ class Relay:
             caller = await self._attributor.caller(request.headers, rules)
             if caller.limits is not None:
                 meter = await self._limiter.enter(caller.key_id, caller.limits)
-            call = await self._accept(request, rules, caller, meter)
+            call = await self._arrivals.accept(request, rules, caller, meter)
             route = call.target.name
             call.head.begin()
             try:
@@ -96,40 +97,9 @@ class Relay:
             self._metrics.count(self._metrics.requests, route, str(status))
             self._metrics.route(route).duration.observe(time.perf_counter() - began)
 
-    # -- in --------------------------------------------------------------------------------------
-
-    async def _accept(self, request: web.Request, rules: Rules, caller: Caller, meter: Meter | None) -> Call:
-        """What is asked, for which rollout, to where. `Refused` for what is not served."""
-        limits = caller.limits
-        body = await read_body(request, None if limits is None else limits.body_bytes_max)
-        fields = chat.parse(body)
-        asked = chat.asked(fields)
-        cap = None if limits is None else check_request(limits, asked, fields)
-        target = rules.routes.target(asked.model)
-        path_id = request.match_info.get("rollout_id")
-        found = await self._attributor.attribute(caller, path_id, request.headers, fields["messages"])
-        self._metrics.count(self._metrics.attributed, found.attribution, found.reason)
-        if found.opened:
-            self._metrics.count(self._metrics.opened, found.attribution)
-        retries = request.headers.get("x-stainless-retry-count", "0")
-        return Call(
-            key=rules.keyring.for_upstream(request.headers) if _passes_key(target) else None,
-            body=body,
-            fields=fields,
-            asked=asked,
-            head=found.head,
-            attribution=found.attribution,
-            target=target,
-            trail=found.trail,
-            cap=cap,
-            meter=meter if limits is not None and counts_tokens(limits) else None,
-            retry_count=int(retries) if retries.isdecimal() and len(retries) < 5 else 0,
-            idempotency_key=request.headers.get("Idempotency-Key", "")[:_IDEMPOTENCY_KEY_MAX] or None,
-        )
-
     # -- out -------------------------------------------------------------------------------------
 
-    async def _serve(self, request: web.Request, call: Call) -> web.StreamResponse:
+    async def _serve(self, request: Request, call: Call) -> web.StreamResponse:
         """From the target, else from the fallbacks, as long as nothing has been sent to the agent."""
         try:
             while (response := await self._serve_from(request, call)) is None:
@@ -138,7 +108,7 @@ class Relay:
         finally:
             self._dispatch.leave(call)
 
-    async def _serve_from(self, request: web.Request, call: Call) -> web.StreamResponse | None:
+    async def _serve_from(self, request: Request, call: Call) -> web.StreamResponse | None:
         """The answer of the target; None if it failed and the call now has the next one as its target."""
         partial = bytearray()  # what the upstream said so far
         try:
@@ -170,7 +140,7 @@ class Relay:
     # -- whole answers ---------------------------------------------------------------------------
 
     async def _whole(
-        self, request: web.Request, call: Call, reply: Reply, partial: bytearray
+        self, request: Request, call: Call, reply: Reply, partial: bytearray
     ) -> web.StreamResponse:
         body = await reply.read()
         partial += body
@@ -180,10 +150,11 @@ class Relay:
         headers = call.headers()
         content_type = "application/json"
         if reply.status == 200:
-            stripped, usage = chat.strip(body, _wanted(call), call.alias)
-            call.answers = lambda: chat.answers(body)
-            self._count_tokens(call, usage)
-            call.charge(body, usage)
+            answer = chat.Whole(body)
+            stripped = answer.strip(_wanted(call), call.alias)
+            call.answers, call.said = answer.answers, answer.said
+            self._count_tokens(call, answer.usage)
+            call.charge(body, answer.usage)
         else:
             stripped = body
             content_type = reply.headers.get("content-type", content_type)
@@ -197,7 +168,7 @@ class Relay:
         )
 
     async def _deliver(
-        self, request: web.Request, call: Call, response: web.StreamResponse
+        self, request: Request, call: Call, response: web.StreamResponse
     ) -> web.StreamResponse:
         """Send a whole answer; a durable call whose agent has left meanwhile is undelivered."""
         try:
@@ -212,14 +183,13 @@ class Relay:
     # -- streams ---------------------------------------------------------------------------------
 
     async def _stream(
-        self, request: web.Request, call: Call, reply: Reply, partial: bytearray
+        self, request: Request, call: Call, reply: Reply, partial: bytearray
     ) -> web.StreamResponse:
         if not reply.is_stream:
             raise UpstreamError(f"a stream was asked for, {reply.headers.get('content-type')!r} came")
-        state = chat.Stream(
-            _wanted(call), call.alias, gather=call.trail is not None, strips_usage=call.strips_usage
-        )
-        call.answers = state.answers
+        gather = call.trail is not None or call.conversation is not None
+        state = chat.Stream(_wanted(call), call.alias, gather=gather, strips_usage=call.strips_usage)
+        call.answers, call.said = state.answers, state.said
         splitter = Splitter(self._settings.limits.chunk_bytes_max)
         response: web.StreamResponse | None = None
         try:
@@ -246,7 +216,7 @@ class Relay:
         return await self._end(request, call, response, state, bytes(partial))
 
     async def _begin(
-        self, request: web.Request, call: Call, more: dict[str, str] | None = None
+        self, request: Request, call: Call, more: dict[str, str] | None = None
     ) -> web.StreamResponse:
         """Send the head of a stream."""
         call.first_byte_at = time.time()
@@ -259,7 +229,7 @@ class Relay:
 
     async def _end(
         self,
-        request: web.Request,
+        request: Request,
         call: Call,
         response: web.StreamResponse | None,
         state: chat.Stream,
@@ -299,11 +269,11 @@ class Relay:
         if stored is None:
             self._attributor.uncaptured(raw.key_id, stitches)
         elif status == 200 and error is None:
-            self._answered(call, response, redacted=stored.redacted)
+            self._answered(call, redacted=stored.redacted)
         return call.captured
 
-    def _answered(self, call: Call, response: bytes, *, redacted: bool) -> None:
-        self._bridges.answered(call, response, redacted=redacted)
+    def _answered(self, call: Call, *, redacted: bool) -> None:
+        self._bridges.answered(call, redacted=redacted)
         if redacted and call.mode == "train" and call.untrainable is None:
             self._metrics.untrainable.labels(REDACTED).inc()
 
@@ -330,29 +300,11 @@ class Relay:
         route.completion_tokens.inc(usage.completion_tokens or 0)
 
 
-async def read_body(request: web.Request, limit: int | None = None) -> bytes:
-    """The request's body; `Refused` 413 over the limit of all, or over that of its key."""
-    if limit is not None and (request.content_length or 0) > limit:
-        raise body_too_large(limit)
-    try:
-        body = await request.read()
-    except web.HTTPRequestEntityTooLarge as error:
-        raise Refused(413, "body_too_large", f"The body is too large: {error.text}") from None
-    if limit is not None and len(body) > limit:
-        raise body_too_large(limit)
-    return body
-
-
 def _wanted(call: Call) -> chat.Asked:
     """What must stay in the answer: of a foreign upstream's everything."""
     if call.policy is not None:
         return call.asked
     return msgspec.structs.replace(call.asked, ids=True, logprobs=True, usage=not call.strips_usage)
-
-
-def _passes_key(target: Target) -> bool:
-    """Whether the agent's own key may be needed for an upstream."""
-    return any(isinstance(one, ToUpstream) and one.passthrough for one in (target, *target.fallbacks))
 
 
 def _outcome(error: UpstreamError) -> str:

@@ -14,13 +14,14 @@ from capture.errors import Conflict, NotFound, RewardFrozen
 from capture.ids import new_id
 from capture.redact import Redactor
 from capture.types import FinishStatus, Mode, Rollout
+from proxy.arrivals import read_body
 from proxy.attribution import VALUE_CHARS_MAX, Attributor
 from proxy.engines import Fleet, version_of
 from proxy.heads import Head, Heads
 from proxy.keys import Caller, hash_secret
 from proxy.metrics import Metrics
 from proxy.refusal import Refused
-from proxy.relay import read_body
+from proxy.server import Request
 from proxy.settings import Settings
 from proxy.storage import Storage
 
@@ -94,7 +95,7 @@ class RolloutsApi:
         self._metrics = metrics
         self._redactor = redactor
 
-    async def open(self, request: web.Request) -> web.Response:
+    async def open(self, request: Request) -> web.Response:
         """`POST /rollouts`: 201 with id, base_url, api_key and the version it is pinned to."""
         caller = await self._attributor.caller(request.headers)
         caller.need("train")
@@ -120,20 +121,20 @@ class RolloutsApi:
         )
         return _json(opened, 201)
 
-    async def read(self, request: web.Request) -> web.Response:
+    async def read(self, request: Request) -> web.Response:
         """`GET /rollouts/{id}`: the rollout, without its secret."""
         caller = await self._attributor.caller(request.headers)
-        head = await self._attributor.owned(caller, request.match_info["rollout_id"])
+        head = await self._attributor.owned(caller, request.rollout_id)
         return _json(await self._fresh(head))
 
-    async def finish(self, request: web.Request) -> web.Response:
+    async def finish(self, request: Request) -> web.Response:
         """`POST /rollouts/{id}/finish`: seals it, after its calls in flight here.
 
         A key without the scope `train` cannot say `failed`, and its metrics are ignored.
         """
         caller = await self._attributor.caller(request.headers)
         caller.need("infer", "train")
-        head = await self._attributor.owned(caller, request.match_info["rollout_id"])
+        head = await self._attributor.owned(caller, request.rollout_id)
         body = await _body(request, Finish)
         trusted = "train" in caller.scopes
         if body.status == "failed" and not trusted:
@@ -155,7 +156,7 @@ class RolloutsApi:
         self._heads.update(rollout)
         return _json(_public(rollout))
 
-    async def score(self, request: web.Request) -> web.Response:
+    async def score(self, request: Request) -> web.Response:
         """`POST /rewards`: one named score, until the rollout's batch is taken (then 409)."""
         caller = await self._attributor.caller(request.headers)
         caller.need("reward")
@@ -235,11 +236,11 @@ class RolloutsApi:
             metadata=wanted.metadata,
         )
 
-    def _base(self, request: web.Request) -> str:
+    def _base(self, request: Request) -> str:
         return (self._settings.public_url or f"{request.scheme}://{request.host}").rstrip("/")
 
 
-async def _body(request: web.Request, kind: type[S]) -> S:
+async def _body(request: Request, kind: type[S]) -> S:
     body = await read_body(request)
     try:
         return msgspec.json.decode(body, type=kind)

@@ -1,78 +1,48 @@
-"""The only HTTP client: pooled, with deadlines and limits; every failure becomes `UpstreamError` here.
+"""The only HTTP client: pooled, with deadlines and limits; every failure is an `UpstreamError`."""
 
-The pool forgets an idle connection after 2 s: uvicorn, vLLM's server, closes it after 5 s, and a
-request on a connection that is just being closed fails.
-"""
-
-from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
-from types import SimpleNamespace
-from typing import Any
+import asyncio
+from collections.abc import AsyncIterator
 from urllib.parse import urlsplit, urlunsplit
 
-import aiohttp
+import msgspec
 
 from capture.errors import UpstreamError
+from proxy.connection import Connection, Dropped, TimedOut, TooLong, Within
+from proxy.pool import ConnectFailed, Pool, Target, target
 from proxy.settings import Deadlines, Limits
+from proxy.wire import Head
 
-KEEPALIVE_S = 2.0
-
-
-class ConnectFailed(UpstreamError):
-    """No connection came to stand: the upstream has seen nothing of the request."""
-
-
-class TimedOut(UpstreamError):
-    """A deadline passed."""
-
-
-class Dropped(UpstreamError):
-    """The connection closed before any byte of an answer. A `reused` one had been idle, and was dead."""
-
-    reused = False
-
-
-class TooLong(UpstreamError):
-    """The answer is longer than is allowed here."""
+__all__ = ["ConnectFailed", "Dropped", "Reply", "TimedOut", "TooLong", "Upstream", "without_secrets"]
 
 
 class Reply:
     """An upstream's answer whose head has arrived. Whoever got it must `close` it."""
 
-    def __init__(self, response: aiohttp.ClientResponse, limit: int, idle_s: float) -> None:
-        if response.connection is not None and (protocol := response.connection.protocol) is not None:
-            protocol.read_timeout = idle_s  # until here it was that of the first byte
-            protocol.start_timeout()
-        self._response = response
-        self._limit = limit
-        self.status = response.status
-        self.headers = response.headers
+    __slots__ = ("_connection", "_pool", "headers", "status")
+
+    def __init__(self, pool: Pool, connection: Connection, head: Head) -> None:
+        self._pool = pool
+        self._connection = connection
+        self.status = head.status
+        self.headers = head.headers  # names in lower case
 
     @property
     def is_stream(self) -> bool:
         """Server-sent chunks follow."""
-        return self._response.content_type == "text/event-stream"
+        return self.headers.get("content-type", "").partition(";")[0].strip().lower() == "text/event-stream"
 
     async def read(self) -> bytes:
         """The whole body. `UpstreamError` if it breaks off or is over the limit."""
-        with translated():
-            if self._response.content_length is not None and self._response.content_length <= self._limit:
-                return await self._response.read()
-        return b"".join([data async for data in self.chunks()])
+        return await self._connection.read()
 
     async def chunks(self) -> AsyncIterator[bytes]:
         """The body as it arrives. `UpstreamError` if it breaks off or is over the limit."""
-        size = 0
-        with translated():
-            async for data in self._response.content.iter_any():
-                size += len(data)
-                if size > self._limit:
-                    raise TooLong(f"the upstream's answer is longer than {self._limit} bytes")
-                yield data
+        while data := await self._connection.take():
+            yield data
 
     def close(self) -> None:
-        """Give the connection back if the body was read, else cut it: the upstream stops generating."""
-        self._response.close() if not self._response.content.at_eof() else self._response.release()
+        """Give the connection back if the body has come, else cut it: the upstream stops generating."""
+        self._pool.release(self._connection)
 
 
 def without_secrets(url: str) -> str:
@@ -85,25 +55,18 @@ class Upstream:
     """One pooled client for engines and other upstreams."""
 
     def __init__(self, deadlines: Deadlines, limits: Limits) -> None:
-        self._deadlines = deadlines
         self._limit = limits.response_bytes_max
-        self._timeout = aiohttp.ClientTimeout(
-            total=deadlines.total_s, sock_connect=deadlines.connect_s, sock_read=deadlines.first_byte_s
-        )
-        trace = aiohttp.TraceConfig()
-        trace.on_connection_reuseconn.append(_note_reuse)
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=limits.connections_max, keepalive_timeout=KEEPALIVE_S),
-            timeout=self._timeout,
-            headers={"Accept-Encoding": "identity"},
-            cookie_jar=aiohttp.DummyCookieJar(),
-            trace_configs=[trace],
-            auto_decompress=True,
+        self._pool = Pool(limits.connections_max, deadlines.connect_s)
+        self._within = Within(
+            first_byte_s=deadlines.first_byte_s,
+            idle_s=deadlines.idle_s,
+            total_s=deadlines.total_s,
+            bytes_max=self._limit,
         )
 
     async def close(self) -> None:
         """Close every connection."""
-        await self._session.close()
+        self._pool.close()
 
     async def post(
         self, url: str, body: bytes, key: str | None = None, *, left_s: float | None = None
@@ -111,25 +74,11 @@ class Upstream:
         """Send JSON and wait for the answer's head; `left_s` until its last byte, where that is less than
         `deadlines.total_s`. Raises `ConnectFailed`, `Dropped` or another `UpstreamError`.
         """
-        headers = {"Content-Type": "application/json"}
-        if key is not None:
-            headers["Authorization"] = f"Bearer {key}"
-        timeout = self._timeout if left_s is None else self._within(left_s)
-        note = SimpleNamespace(reused=False)
-        try:
-            with translated():
-                response = await self._session.post(
-                    url,
-                    data=body,
-                    headers=headers,
-                    allow_redirects=False,
-                    trace_request_ctx=note,
-                    timeout=timeout,
-                )
-        except Dropped as dropped:
-            dropped.reused = note.reused
-            raise
-        return Reply(response, self._limit, self._deadlines.idle_s)
+        to = target(url)
+        within = self._within
+        if left_s is not None:
+            within = msgspec.structs.replace(within, total_s=max(left_s, 0.001))
+        return await self._send(to, _request("POST", to, body, key), within)
 
     async def get(self, url: str, timeout_s: float) -> tuple[int, bytes]:
         """Status and body of a GET within `timeout_s`; `UpstreamError`."""
@@ -139,42 +88,36 @@ class Upstream:
         """Status and body of a POST of JSON within `timeout_s`, never sent twice; `UpstreamError`."""
         return await self._whole("POST", url, body, timeout_s)
 
-    def _within(self, left_s: float) -> aiohttp.ClientTimeout:
-        deadlines = self._deadlines
-        return aiohttp.ClientTimeout(
-            total=max(left_s, 0.001), sock_connect=deadlines.connect_s, sock_read=deadlines.first_byte_s
-        )
+    async def _send(self, to: Target, request: bytes, within: Within) -> Reply:
+        connection = await self._pool.send(to, request, within)
+        try:
+            return Reply(self._pool, connection, await connection.head())
+        except BaseException:
+            self._pool.release(connection)
+            raise
 
     async def _whole(self, method: str, url: str, body: bytes | None, timeout_s: float) -> tuple[int, bytes]:
-        with translated():
-            async with self._session.request(
-                method,
-                url,
-                data=body,
-                headers={"Content-Type": "application/json"} if body is not None else None,
-                timeout=aiohttp.ClientTimeout(total=timeout_s),
-                allow_redirects=False,
-            ) as response:
-                return response.status, await Reply(response, self._limit, timeout_s).read()
+        to = target(url)
+        within = Within(first_byte_s=timeout_s, idle_s=timeout_s, total_s=timeout_s, bytes_max=self._limit)
+        try:
+            async with asyncio.timeout(timeout_s):
+                reply = await self._send(to, _request(method, to, body, None), within)
+                try:
+                    return reply.status, await reply.read()
+                finally:
+                    reply.close()
+        except TimeoutError:
+            raise TimedOut("the upstream did not answer in time") from None
 
 
-@contextmanager
-def translated() -> Iterator[None]:
-    """The one place where aiohttp's errors become Hone's."""
-    try:
-        yield
-    except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-        raise ConnectFailed(f"the upstream cannot be reached: {error}") from error
-    except aiohttp.SocketTimeoutError as error:
-        raise TimedOut("the upstream did not answer in time: nothing came from it for too long") from error
-    except TimeoutError as error:
-        raise TimedOut("the upstream did not answer in time: its whole answer took too long") from error
-    except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
-        raise Dropped(f"the upstream closed the connection: {error}") from error
-    except (aiohttp.ClientError, ValueError) as error:
-        raise UpstreamError(f"the upstream's answer broke off or is garbage: {error}") from error
-
-
-async def _note_reuse(session: aiohttp.ClientSession, context: Any, params: Any) -> None:
-    if context.trace_request_ctx is not None:
-        context.trace_request_ctx.reused = True
+def _request(method: str, to: Target, body: bytes | None, key: str | None) -> bytes:
+    """A request from its first byte to its last."""
+    head = f"{method} {to.path} HTTP/1.1\r\nHost: {to.host}\r\nAccept: */*\r\nAccept-Encoding: identity\r\n"
+    if key is not None:
+        if any(char < " " for char in key):
+            raise UpstreamError("the upstream's key has control characters in it")
+        head += f"Authorization: Bearer {key}\r\n"
+    if body is None:
+        return f"{head}\r\n".encode()
+    head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    return head.encode("utf-8", "surrogateescape") + body

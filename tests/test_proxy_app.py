@@ -14,8 +14,9 @@ from proxy_world import COMPLETION, USER, FakeUpstream
 
 from capture.errors import ConfigError
 from capture.frames import unpack
+from capture.settings import Settings as CaptureSettings
 from capture.sqlite import SqliteStore
-from proxy.app import application
+from proxy.app import Proxy
 from proxy.settings import Route, Settings
 
 SERVE = """
@@ -86,7 +87,8 @@ async def test_a_signal_lets_calls_in_flight_end_and_then_stops_cleanly(
 
 def test_settings_that_cannot_work_stop_it_before_it_listens(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"proxy\.keys"):
-        application(Settings(host="0.0.0.0"), tmp_path / "hone.db")
+        Proxy(Settings(host="0.0.0.0"), CaptureSettings(), tmp_path / "hone.db", {})
+    settings = Settings(routes={"a": Route(url="http://x", key_env="K")})
     with pytest.raises(ConfigError, match="K is not set"):
-        application(Settings(routes={"a": Route(url="http://x", key_env="K")}), tmp_path / "hone.db")
+        Proxy(settings, CaptureSettings(), tmp_path / "hone.db", {})
     assert list(tmp_path.iterdir()) == []

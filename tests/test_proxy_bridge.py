@@ -9,8 +9,6 @@ from hypothesis import strategies as st
 from replaying_clients import CLIENTS
 from toy_engine import END, START, render, sampled, spelled
 
-from capture.completion import Completion
-from capture.tokens import unpacked
 from proxy.continuity import (
     REWRITTEN,
     TOO_LONG,
@@ -19,10 +17,12 @@ from proxy.continuity import (
     Unproven,
     bridge,
     read,
+    read_ids,
     tip_of,
     without_thought,
 )
 from proxy.dialects import chat
+from proxy.dialects.chat import Said
 from proxy.template import PROBES, Template, learn
 
 SYSTEM = {"role": "system", "content": "Play."}
@@ -101,6 +101,34 @@ def test_what_cannot_be_gone_on_with(messages: list[Any], fields: dict[str, Any]
     assert read(chat.parse(json.dumps({"messages": messages, **fields}).encode())) is None
 
 
+@pytest.mark.parametrize("change", ["none", "space", "earlier", "tools", "less"])
+def test_reading_only_what_was_added_finds_the_same(change: str) -> None:
+    said = [SYSTEM, USER, CALLED, RESULT]
+    before = conversation(said)
+    more: list[Any] = [*said, {"role": "assistant", "content": "Done."}, USER]
+    tools: list[Any] = []
+    if change == "earlier":
+        more[1] = {"role": "user", "content": "3.15"}
+    if change == "tools":
+        tools = [{"type": "function"}]
+    if change == "less":
+        more = more[:3]
+    body = json.dumps({"messages": more, "tools": tools}) if tools else json.dumps({"messages": more})
+    if change == "space":
+        body = body.replace('"tool_call_id": ', '"tool_call_id":')
+    fields = chat.parse(body.encode())
+    whole, continued = read(fields), read(fields, before)
+    assert whole is not None
+    assert continued is not None
+    assert (before.added(bytes(fields["messages"]), before._context) is not None) == (
+        change in ("none", "tools")
+    )
+    assert continued.answers == whole.answers
+    assert continued.then(CALLED) == whole.then(CALLED)
+    assert continued.messages() == whole.messages()
+    assert before.then(CALLED) == conversation(said).then(CALLED)
+
+
 def test_messages_keep_the_agents_bytes() -> None:
     raw = b'{"messages": [ {"role" : "user", "content":"\\u00e9 1.0"}, {"role":"user","content":null}]}'
     found = read(chat.parse(raw))
@@ -117,20 +145,21 @@ def test_messages_keep_the_agents_bytes() -> None:
 
 def test_a_tip_shares_what_it_goes_on_from() -> None:
     said = {"role": "assistant", "content": "hm"}
-    first = tip_of("c_1", Completion(message=said, prompt_ids=[1, 2], token_ids=[3]), None)
+    first = tip_of("c_1", Said(b"[1, 2]", b"[3]", said), None)
     assert first is not None
-    second = tip_of("c_2", Completion(message=said, prompt_ids=[1, 2, 3, 4], token_ids=[5, 6]), first)
-    drifted = tip_of("c_3", Completion(message=said, prompt_ids=[1, 9, 4], token_ids=[5]), first)
+    second = tip_of("c_2", Said(b"[1,2,3,4]", b"[5,6]", said), first)
+    drifted = tip_of("c_3", Said(b"[1,2,33,4]", b"[5]", said), first)
     assert second is not None
     assert drifted is not None
-    assert (second.base, unpacked(second.rest), unpacked(second.ids)) == (
+    assert (second.base, read_ids(second.rest), read_ids(second.ids)) == (
         first,
         [4, 5, 6],
         [1, 2, 3, 4, 5, 6],
     )
-    assert (drifted.base, unpacked(drifted.ids)) == (None, [1, 9, 4, 5])
-    assert tip_of("c_4", Completion(message=said, prompt_ids=[1], token_ids=[]), first) is None
-    assert tip_of("c_5", Completion(prompt_ids=[1], token_ids=[2]), first) is None
+    assert (drifted.base, read_ids(drifted.ids)) == (None, [1, 2, 33, 4, 5])
+    for odd in (b"[]", b"null", b"[1.5]", b"[[1]]", b'["1"]', b"[-1]"):
+        assert tip_of("c_4", Said(b"[1]", odd, said), first) is None
+        assert tip_of("c_5", Said(odd, b"[1]", said), first) is None
 
 
 @pytest.mark.parametrize(
@@ -143,7 +172,7 @@ def test_a_tip_shares_what_it_goes_on_from() -> None:
     ],
 )
 def test_reasoning_is_kept_as_it_was_given(reply: dict[str, Any], bare: dict[str, Any] | None) -> None:
-    tip = tip_of("c_1", Completion(message=reply, prompt_ids=[1], token_ids=[2]), None)
+    tip = tip_of("c_1", Said(b"[1]", b"[2]", reply), None)
     assert tip is not None
     if bare is None:
         assert tip.thought is None

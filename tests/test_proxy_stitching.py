@@ -272,7 +272,7 @@ class Strangers(RuleBasedStateMachine):
                 stream.take(chunk)
             answers = stream.answers()
         else:
-            answers = chat.answers(json.dumps({"choices": [{"message": answer}]}).encode())
+            answers = chat.Whole(json.dumps({"choices": [{"message": answer}]}).encode()).answers()
         first = first_of(head.rollout)
         stitches = [Stitch(digest, first) for one in answers for digest in trail.then(one)]
         self.last = raw = self._raw(pending, status)

@@ -5,6 +5,8 @@ from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+import msgspec
+
 from capture.errors import Corrupt, NotFound
 from capture.frames import unpack
 from capture.reasons import LATE, OTHER_POLICY, UNDELIVERED
@@ -26,13 +28,20 @@ from capture.types import ModelCall, RawCall, Rollout, Stitch
 
 CALLS_PER_SAVE = 64
 HUNG_UP = 499  # the status of a call whose client left first
+_ROWS_MAX = 128  # of one statement
 _FRAMES_CACHED = 8
 _BLOBS_KNOWN = 4096
 
 _INSERT = (
     "INSERT INTO calls (id, rollout_id, key_id, mode, policy, policy_version, frame_id, place, started_at, "
     "ended_at, status, retry_count, body_hash, late, undelivered, failed, error, idempotency_key, passive) "
-    f"VALUES ({', '.join('?' * 19)})"
+    "VALUES "
+)
+_HEADS = "SELECT json_group_array(json_array(id, mode, passive, state)) FROM rollouts WHERE id IN "
+_MOVE = (
+    "UPDATE rollouts SET call_count = call_count + moved.column2, last_call_at = ?, "
+    "policy = coalesce(policy, moved.column3), policy_version = coalesce(policy_version, moved.column4) "
+    "FROM (VALUES {values}) AS moved WHERE id = moved.column1"
 )
 _SAVE = (
     "UPDATE calls SET ingested_at = ?, prompt_tokens = ?, completion_tokens = ?, sampled_tokens = ?, "
@@ -47,8 +56,17 @@ def marks(values: Sequence[Any]) -> str:
     return ", ".join("?" * len(values))
 
 
+def rows_of(rows: Sequence[Sequence[Any]]) -> tuple[str, list[Any]]:
+    """``(?, ?), (?, ?)`` for an SQL ``VALUES`` of these rows, and what stands in it, in order."""
+    return ", ".join([f"({marks(rows[0])})"] * len(rows)), [value for row in rows for value in row]
+
+
 class Calls(Rollouts, Stitches):
-    """The methods of `capture.store.Store` for the journal and for ingest."""
+    """The methods of `capture.store.Store` for the journal and for ingest.
+
+    SQLite runs without the interpreter's lock, and the journal's thread must wait for it again after every
+    row: what it writes of many calls is a few statements, one row long in what they answer.
+    """
 
     # -- the journal -------------------------------------------------------------------------
 
@@ -64,10 +82,10 @@ class Calls(Rollouts, Stitches):
         with self._write():
             for rollout in new:
                 self._insert_rollout(self._pinned(rollout))
-            rows = self._rows(
-                f"SELECT id, mode, passive, state FROM rollouts WHERE id IN ({marks(touched)})", touched
-            )
-            heads = {rollout_id: head for rollout_id, *head in rows}
+            found = self._value(f"{_HEADS} ({marks(touched)})", touched)
+            heads: dict[str, list[Any]] = {
+                rollout_id: head for rollout_id, *head in msgspec.json.decode(found)
+            }
             if unknown := [rollout_id for rollout_id in touched if rollout_id not in heads]:
                 raise NotFound(f"no rollout {', '.join(unknown)}")
             known = {row[0] for row in self._rows(f"SELECT id FROM calls WHERE id IN ({marks(ids)})", ids)}
@@ -76,13 +94,13 @@ class Calls(Rollouts, Stitches):
                 return
             self._db.execute("INSERT INTO frames (body, remaining) VALUES (?, ?)", (frame, len(fresh)))
             frame_id = self._db.last_insert_rowid()
-            self._db.executemany(
-                _INSERT,
-                [
-                    _narrow(records[place], frame_id, place, *heads[records[place].rollout_id])
-                    for place in fresh.values()
-                ],
-            )
+            narrow = [
+                _narrow(records[place], frame_id, place, *heads[records[place].rollout_id])
+                for place in fresh.values()
+            ]
+            for start in range(0, len(narrow), _ROWS_MAX):
+                values, args = rows_of(narrow[start : start + _ROWS_MAX])
+                self._db.execute(_INSERT + values, args)
             self._move_heads([records[place] for place in fresh.values()])
             self._charge([records[place] for place in fresh.values()])
             if stitches:
@@ -108,16 +126,15 @@ class Calls(Rollouts, Stitches):
     def _move_heads(self, records: Sequence[RawCall]) -> None:
         now = self.now()
         counts = Counter(record.rollout_id for record in records)
-        pins = {record.rollout_id: record for record in reversed(records) if record.policy is not None}
-        self._db.executemany(
-            "UPDATE rollouts SET call_count = call_count + ?, last_call_at = ? WHERE id = ?",
-            [(count, now, rollout_id) for rollout_id, count in counts.items()],
-        )
-        self._db.executemany(
-            "UPDATE rollouts SET policy = coalesce(policy, ?), policy_version = coalesce(policy_version, ?) "
-            "WHERE id = ? AND (policy IS NULL OR policy_version IS NULL)",
-            [(record.policy, record.policy_version, rollout_id) for rollout_id, record in pins.items()],
-        )
+        pins = {
+            record.rollout_id: (record.policy, record.policy_version)
+            for record in reversed(records)
+            if record.policy is not None
+        }
+        moved = [(id, count, *pins.get(id, (None, None))) for id, count in counts.items()]
+        for start in range(0, len(moved), _ROWS_MAX):
+            values, args = rows_of(moved[start : start + _ROWS_MAX])
+            self._db.execute(_MOVE.format(values=values), [now, *args])
 
     def raw_calls(self, rollout_id: str, *, but: Collection[str] = (), limit: int = 64) -> list[RawCall]:
         with self._read():

@@ -4,12 +4,13 @@ Bodies are decoded one level at a time into `dict[str, msgspec.Raw]`, so that ev
 does not touch goes through byte for byte.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 from msgspec import Raw
 
-from capture.completion import read_deltas
+from capture.completion import read_deltas, tidy
 from capture.errors import UpstreamError
 from proxy.refusal import Refused
 from proxy.replay import Message, message_of
@@ -32,16 +33,9 @@ class Usage(msgspec.Struct, frozen=True):
     completion_tokens: int | None = 0
 
 
-class _Choice(msgspec.Struct):
-    message: Message | None = None
-
-
-class _Answer(msgspec.Struct):
-    choices: list[_Choice]
-
-
 _USAGE = msgspec.json.Decoder(Usage)
-_ANSWERS = msgspec.json.Decoder(_Answer)
+_MESSAGE = msgspec.json.Decoder(Message)
+_ANY_OBJECT = msgspec.json.Decoder(dict[str, Any])
 
 
 class Asked(msgspec.Struct, frozen=True, kw_only=True):
@@ -112,35 +106,66 @@ def quote(text: str) -> Raw:
     return Raw(_ENCODE(text))
 
 
-def strip(body: bytes, want: Asked, alias: str | None) -> tuple[bytes, Usage]:
-    """A whole answer without what only capture asked for, `model` set to `alias`, and its usage.
+class Said(msgspec.Struct, frozen=True):
+    """One whole completion of one choice, as its engine reported it: ids as JSON lists, the reply."""
 
-    `alias` None leaves the body as it is. `UpstreamError` if it is not a chat completion.
-    """
-    try:
-        fields = _OBJECT.decode(body)
-        choices = _OBJECTS.decode(fields["choices"])
-        usage = _usage(fields.get("usage"))
+    prompt_ids: bytes
+    token_ids: bytes
+    message: dict[str, Any]
+
+
+class Whole:
+    """A whole answer, decoded once, one level at a time. `UpstreamError` if it is not a chat completion."""
+
+    __slots__ = ("_body", "_choices", "_fields", "_prompt_ids", "_token_ids", "usage")
+
+    def __init__(self, body: bytes) -> None:
+        self._body = body
+        try:
+            self._fields = _OBJECT.decode(body)
+            self._choices = _OBJECTS.decode(self._fields["choices"])
+            self.usage = _usage(self._fields.get("usage"))
+        except (msgspec.DecodeError, UnicodeDecodeError, KeyError, RecursionError) as error:
+            raise UpstreamError(f"the upstream's answer is not a chat completion: {error!r}") from None
+        self._prompt_ids = self._fields.get("prompt_token_ids", NULL)
+        self._token_ids = self._choices[0].get("token_ids", NULL) if self._choices else NULL
+
+    def strip(self, want: Asked, alias: str | None) -> bytes:
+        """The answer without what only capture asked for, `model` set to `alias`; None leaves it as it is."""
         if alias is None:
-            return body, usage
-        fields["model"] = quote(alias)
+            return self._body
+        self._fields["model"] = quote(alias)
         if not want.ids:
-            fields.pop("prompt_token_ids", None)
+            self._fields.pop("prompt_token_ids", None)
         if not (want.ids and want.logprobs):
-            for choice in choices:
+            for choice in self._choices:
                 _strip_choice(choice, want)
-            fields["choices"] = Raw(_ENCODE(choices))
-        return _ENCODE(fields), usage
-    except (msgspec.DecodeError, UnicodeDecodeError, KeyError, RecursionError) as error:
-        raise UpstreamError(f"the upstream's answer is not a chat completion: {error!r}") from None
+            self._fields["choices"] = Raw(_ENCODE(self._choices))
+        return _ENCODE(self._fields)
+
+    def answers(self) -> list[Message]:
+        """The assistant's message of every choice; none if one is no message."""
+        try:
+            raws = [choice["message"] for choice in self._choices if choice.get("message", NULL) != NULL]
+            return [_MESSAGE.decode(raw) for raw in raws]
+        except (msgspec.MsgspecError, ValueError, RecursionError):
+            return []
+
+    def said(self) -> Said | None:
+        """What a later call may go on from; None if there is not one whole completion with its ids."""
+        if len(self._choices) != 1 or self._choices[0].get("finish_reason", NULL) == NULL:
+            return None
+        try:
+            message = tidy(_ANY_OBJECT.decode(self._choices[0]["message"]))
+        except (msgspec.MsgspecError, ValueError, RecursionError, KeyError):
+            return None
+        return _said(self._prompt_ids, [self._token_ids], message)
 
 
-def answers(body: bytes) -> list[Message]:
-    """The assistant's message of every choice of a whole answer; none if it is not a chat completion."""
-    try:
-        return [choice.message for choice in _ANSWERS.decode(body).choices if choice.message is not None]
-    except (msgspec.MsgspecError, ValueError, RecursionError):
-        return []
+def strip(body: bytes, want: Asked, alias: str | None) -> tuple[bytes, Usage]:
+    """A whole answer without what only capture asked for, and its usage. `UpstreamError`."""
+    answer = Whole(body)
+    return answer.strip(want, alias), answer.usage
 
 
 class Stream:
@@ -160,6 +185,8 @@ class Stream:
         self._open = set(range(want.choices))
         self._held: list[bytes] = []
         self._deltas: dict[bytes, list[bytes]] | None = {} if gather else None
+        self._prompt_ids = NULL
+        self._token_ids: list[Raw] = []
         self.done = False
         self.error: str | None = None
         self.usage = Usage()
@@ -181,6 +208,16 @@ class Stream:
         except (msgspec.MsgspecError, ValueError, RecursionError):
             return []
         return [message_of(message) for message in found if message is not None]
+
+    def said(self) -> Said | None:
+        """What a later call may go on from, if this was to `gather` it; None as in `Whole.said`."""
+        if self._open or self._want.choices != 1 or not self._deltas:
+            return None
+        try:
+            message = read_deltas(self._deltas.get(b"0", []))
+        except (msgspec.MsgspecError, ValueError, RecursionError):
+            return None
+        return None if message is None else _said(self._prompt_ids, self._token_ids, message)
 
     def take_all(self, chunks: list[bytes]) -> tuple[bytes, UpstreamError | None]:
         """Bytes to send now of several chunks, up to the first that breaks the stream; that error."""
@@ -241,9 +278,12 @@ class Stream:
     def _note(self, fields: Fields, choices: list[Fields]) -> None:
         if (usage := fields.get("usage")) is not None and usage != NULL:
             self.usage = _usage(usage)
+        if "prompt_token_ids" in fields:
+            self._prompt_ids = fields["prompt_token_ids"]
         for choice in choices:
             if self._deltas is not None and (delta := choice.get("delta")) is not None:
                 self._deltas.setdefault(bytes(choice.get("index", b"0")), []).append(bytes(delta))
+                self._token_ids.append(choice.get("token_ids", NULL))
             if choice.get("finish_reason", NULL) != NULL:
                 self._open.discard(int(bytes(choice.get("index", Raw(b"0")))))
 
@@ -263,6 +303,13 @@ def _is_empty(choice: Fields) -> bool:
         and "token_ids" not in choice
         and choice.get("logprobs", NULL) == NULL
     )
+
+
+def _said(prompt_ids: Raw, token_ids: Sequence[Raw], message: dict[str, Any]) -> Said | None:
+    sampled = [bytes(raw)[1:-1] for raw in token_ids if raw not in (NULL, b"[]")]
+    if prompt_ids in (NULL, b"[]") or not sampled:
+        return None
+    return Said(bytes(prompt_ids), b"[" + b",".join(sampled) + b"]", message)
 
 
 def _usage(raw: Raw | None) -> Usage:
