@@ -156,8 +156,10 @@ class Learner:
         """The optimizer's steps; None: the batch was dropped, for it gave no finite gradient twice."""
         for attempt in (1, 2):
             try:
-                done, stop = self.lineage.step, self.should_stop
-                return update(self.settings, self.model, self.optimizer, groups, stop, done, self.reference())
+                settings, done = self.settings, self.lineage.step
+                return update(
+                    settings, self.model, self.optimizer, groups, self.should_stop, done, self.reference()
+                )
             except NonFinite as error:
                 log.warning("batch %s, attempt %d: %s", batch.id, attempt, error)
                 self.restore(self.head)
@@ -252,9 +254,8 @@ class Learner:
         """What the KL penalty pulls to, as an adapter; None: the bare base."""
         if not self.settings.kl_coef:
             return None
-        if self.settings.ref_refresh_steps is None or self.head.reference is None:
-            return self.versions.adapter(0)
-        return self.head.reference
+        refreshed = self.head.reference if self.settings.ref_refresh_steps else None
+        return self.versions.adapter(0) if refreshed is None else refreshed
 
     def next_reference(self, steps: int) -> Tensors | None:
         """The same after so many steps more, where it is not version 0 any longer."""
