@@ -334,9 +334,8 @@ class Learner:
         """What the KL penalty pulls to, as an adapter; None: the bare base."""
         if not self.settings.kl_coef:
             return None
-        if self.settings.ref_refresh_steps is None or self.head.reference is None:
-            return self.versions.adapter(0)
-        return self.head.reference
+        refreshed = self.head.reference if self.settings.ref_refresh_steps else None
+        return self.versions.adapter(0) if refreshed is None else refreshed
 
     def next_reference(self, steps: int) -> Tensors | None:
         """The same after so many steps more, where it is not version 0 any longer."""

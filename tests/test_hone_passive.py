@@ -144,7 +144,7 @@ async def test_from_captured_traffic_to_a_batch(tmp_path: Path) -> None:
         assert epoch is not None
         batch = on.store.take_batch("run", epoch=epoch, groups=1, batch_wait_s=0.0, staleness_max=4)
         assert batch is not None
-        (group,) = read(on.store, batch, "centred")
+        (group,) = read(on.store, batch, settings(tmp_path, tmp_path))
         by_id = {member.rollout.id: member for member in group}
         assert {id: member.advantage for id, member in by_id.items()} == {short: -1.0, long: 1.0}
         (sample,) = by_id[long].samples

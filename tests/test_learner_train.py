@@ -23,6 +23,7 @@ from learner_world import (
 from capture.adapters import read_manifest
 from capture.errors import Fenced
 from capture.types import EngineVersion, Version
+from hone.presets import PRESETS
 from learner import checkpoint
 from learner.files import read_tensors
 from learner.model import Model
@@ -146,6 +147,19 @@ def test_resume_is_bit_exact(base: Path, tmp_path: Path) -> None:
     assert [row.metrics["loss"] for row in a] == [row.metrics["loss"] for row in b]
     ends = [checkpoint.load(Path(w.store.lineage(w.run_id).checkpoint or "")) for w in (whole, parts)]
     assert same(ends[0].optimizer, ends[1].optimizer)
+
+
+@pytest.mark.parametrize("name", ["grpo", "dapo", "dr_grpo", "gspo"])
+def test_a_paper_s_preset_trains(base: Path, tmp_path: Path, name: str) -> None:
+    world = world_with(tmp_path / "db", 4)
+    config = settings(
+        base, tmp_path, steps_max=4, minibatches=2, micro_batch_tokens=20, **PRESETS[name]["train"]
+    )
+    run(config, world.path, world.run_id, world.policy, never)
+    assert [version.step for version in world.store.versions(world.policy)] == [0, 2, 4]
+    assert all(row.metrics["grad_norm"] > 0 for row in world.store.steps(world.run_id))
+    assert world.store.balance(world.policy).exact
+    assert world.store.verify() == []
 
 
 def test_the_reference_moves_every_so_many_steps_and_survives_a_restart(base: Path, tmp_path: Path) -> None:
