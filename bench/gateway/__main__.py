@@ -126,7 +126,7 @@ def compare(found: list[Gateway], cases: list[str], rounds: int, share: int) -> 
 
 
 def grown(hone: Hone, requests: int) -> dict[str, Any]:
-    """Memory of the proxy after each tenth of the requests; its caches are full after the first 6,000 or so."""
+    """Memory of the proxy after each tenth of the requests; its caches are full after some 6,000."""
     sizes = []
     for _ in range(10):
         run("big", hone, max(64, requests // 10))
