@@ -40,7 +40,7 @@ class Committer:
             self._metrics.note("commit", error)
             return None
         try:
-            done, _ = await asyncio.wait((durable,), timeout=self._timeout_s)
+            done = await _done_within(durable, self._timeout_s)
         except asyncio.CancelledError:
             self._undeliver(durable, raw.id)
             raise
@@ -98,3 +98,22 @@ class Committer:
         self._tasks.discard(work)
         if not work.cancelled() and isinstance(error := work.exception(), HoneError):
             self._metrics.note("journal", error)
+
+
+async def _done_within(work: asyncio.Future[Any], seconds: float) -> bool:
+    """Whether it is done by then; cancelling the wait leaves it alone. `asyncio.wait`, for one future."""
+    loop = asyncio.get_running_loop()
+    waiter = loop.create_future()
+
+    def wake(_: object = None) -> None:
+        if not waiter.done():
+            waiter.set_result(None)
+
+    work.add_done_callback(wake)
+    timer = loop.call_later(seconds, wake)
+    try:
+        await waiter
+    finally:
+        timer.cancel()
+        work.remove_done_callback(wake)
+    return work.done()

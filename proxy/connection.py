@@ -113,11 +113,14 @@ class Connection(asyncio.Protocol):
         self.idle_since = self._loop.time()
 
     def abort(self) -> None:
-        """Cut it: the upstream sees that nobody wants its answer."""
+        """Cut it: the upstream sees that nobody wants its answer, and so does whoever still waits for it."""
         self._stop_timer()
+        if self._busy and not self.complete and self._error is None:
+            self._error = UpstreamError("the connection to the upstream was cut")
         self._busy = False
         if self._transport is not None:
             self._transport.abort()
+        self._wake()
 
     # -- asyncio's side --------------------------------------------------------------------------
 

@@ -219,6 +219,17 @@ async def test_who_gives_up_cuts_the_upstream() -> None:
         assert server.connections == 3
 
 
+async def test_closing_ends_what_is_waited_for() -> None:
+    async with Server(nothing).listening() as server, client() as upstream:
+        waiting = asyncio.create_task(asked(upstream, server.url))
+        await asyncio.sleep(0.1)
+        await upstream.close()
+        with pytest.raises(UpstreamError, match="was cut"):
+            await asyncio.wait_for(waiting, 2)
+        with pytest.raises(UpstreamError, match="stops"):
+            await asked(upstream, server.url)
+
+
 async def test_no_more_connections_than_allowed_are_in_use() -> None:
     limits = Limits(connections_max=1)
     async with Server(OK).listening() as server, client(limits, total_s=0.3) as upstream:
