@@ -198,15 +198,18 @@ def _counted(calls: Sequence[ModelCall], extended: Collection[str]) -> list[Mode
 
     Like requests may be made in parallel, and each be repeated. So of those with one count only as many
     are superseded as there are with a higher one: those that failed before the others, the undelivered
-    before the delivered.
+    before the delivered. None that began after the last of the higher ones: it is a new request.
     """
     levels: dict[int, list[ModelCall]] = {}
     for call in calls:
         levels.setdefault(call.retry_count, []).append(call)
     found: list[ModelCall] = []
     for count, level in levels.items():
-        again = max((len(later) for other, later in levels.items() if other > count), default=0)
-        found += sorted((call for call in level if call.id not in extended), key=_likely_repeated)[:again]
+        higher = [later for other, later in levels.items() if other > count]
+        if higher:
+            last = max(_order(call) for later in higher for call in later)
+            able = [call for call in level if call.id not in extended and _order(call) < last]
+            found += sorted(able, key=_likely_repeated)[: max(map(len, higher))]
     return found
 
 

@@ -11,13 +11,12 @@ from typing import Any
 
 import pytest
 from learner_world import World, make_base, random_group, settings
+from moto import server as moto
 from transformers import AutoModelForCausalLM
 
 from capture.adapters import read_manifest
 from learner.train import run
 
-pytest.importorskip("s3fs")
-moto = pytest.importorskip("moto.server")
 ROOT = Path(__file__).parent.parent
 KEYS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1"}
 Hone = Callable[..., "subprocess.CompletedProcess[str]"]

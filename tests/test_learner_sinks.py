@@ -47,14 +47,12 @@ def test_a_missing_library_names_its_extra() -> None:
 
 
 def test_what_a_library_says_at_its_start_is_told(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard")
     (tmp_path / "tensorboard").write_text("in the way")
     with pytest.raises(ConfigError, match=r"train\.sinks: tensorboard: \w+Error: "):
         opened(["tensorboard"], "run", "hone", tmp_path, print)
 
 
 def test_tensorboard_has_every_batch_of_a_run(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     world: World = world_with(tmp_path / "db", 4)

@@ -3,6 +3,7 @@
 import errno
 import json
 import logging
+import multiprocessing
 import os
 import resource
 import signal
@@ -119,8 +120,8 @@ def test_a_sample_that_fits_nowhere_drops_its_batch_and_leaves_the_weights(
     assert world.store.verify() == []
 
 
-def limited(world: World, config: Settings, spare_bytes: int, log: Path) -> None:
-    """Run a learner in a child that may map only so much more than it has once its model is loaded."""
+def limited(config: Settings, store: Path, run_id: str, policy: str, spare_bytes: int, log: Path) -> None:
+    """Run a learner that may map only so much more than it has once its model is loaded."""
     resource_limits: list[int] = []
 
     def should_stop() -> bool:
@@ -130,25 +131,22 @@ def limited(world: World, config: Settings, spare_bytes: int, log: Path) -> None
             resource.setrlimit(resource.RLIMIT_AS, (used + spare_bytes, resource.RLIM_INFINITY))
         return False
 
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            logging.basicConfig(filename=log, force=True)
-            run(config, world.path, world.run_id, world.policy, should_stop)
-            status = 0
-        except BaseException:
-            logging.exception("the learner broke")
-        finally:
-            os._exit(status)
-    assert os.waitpid(child, 0)[1] == 0, log.read_text()
+    logging.basicConfig(filename=log, force=True)
+    run(config, store, run_id, policy, should_stop)
 
 
 def test_in_a_process_that_really_has_too_little_memory(base: Path, tmp_path: Path) -> None:
     world = wide_world(tmp_path / "db")
     config = settings(base, tmp_path, steps_max=1, micro_batch_tokens=1 << 20, mismatch_fraction=0.0, lr=1e-4)
-    limited(world, config, SPARE_BYTES, tmp_path / "log")
-    assert "out of memory: micro-batches of" in (tmp_path / "log").read_text()
+    log = tmp_path / "log"
+    fresh = multiprocessing.get_context("spawn")  # what this process has freed would be memory to spare
+    child = fresh.Process(
+        target=limited, args=(config, world.path, world.run_id, world.policy, SPARE_BYTES, log)
+    )
+    child.start()
+    child.join()
+    assert child.exitcode == 0, log.read_text()
+    assert "out of memory: micro-batches of" in log.read_text()
     assert newest(world).state == "published"
     assert world.store.balance("policy").dropped == {}
 
