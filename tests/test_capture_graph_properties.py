@@ -76,9 +76,11 @@ def slow_excluded(call, calls):
 
 def slow_repeated(call, like, went_on):
     """Of the calls with this one's count, those that must have been repeated: as many as came again."""
-    counts = [one.retry_count for one in like if one.retry_count > call.retry_count]
+    higher = [one for one in like if one.retry_count > call.retry_count]
+    counts = [one.retry_count for one in higher]
     places = max((counts.count(count) for count in counts), default=0)
     rivals = [one for one in like if one.retry_count == call.retry_count and one.id not in went_on]
+    rivals = [one for one in rivals if any(order(one) < order(later) for later in higher)]
     found = []
     for is_next in (
         lambda one: one.untrainable in ("error", "partial", "unparsable"),
