@@ -1,5 +1,6 @@
 """TRL's own loss as a second reference, where its formulas are ours."""
 
+import os
 import random
 import warnings
 from collections import defaultdict
@@ -17,9 +18,12 @@ from learner.correction import factors
 from learner.objective import Known, log_sequence_ratios, objective
 from learner.settings import Settings
 
+environ = dict(os.environ)
 with warnings.catch_warnings():  # it says that it was not tried with this vLLM, which is not used here
     warnings.simplefilter("ignore")
     GRPOTrainer = trl.GRPOTrainer  # imported by this
+os.environ.clear()
+os.environ.update(environ)  # it silences the log of every vLLM that is started later
 
 SAME: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "cispo": ({"cispo_clip": 1.3}, {"loss_type": "cispo", "epsilon_high": 1.3}),
