@@ -1,5 +1,6 @@
 """TRL's own loss as a second reference, where its formulas are ours."""
 
+import importlib
 import os
 import random
 import warnings
@@ -9,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import trl
 from learner_reference import Rollout, random_rollouts
 from torch import Tensor
 
@@ -21,7 +21,7 @@ from learner.settings import Settings
 environ = dict(os.environ)
 with warnings.catch_warnings():  # it says that it was not tried with this vLLM, which is not used here
     warnings.simplefilter("ignore")
-    GRPOTrainer = trl.GRPOTrainer  # imported by this
+    GRPOTrainer: Any = importlib.import_module("trl").GRPOTrainer
 os.environ.clear()
 os.environ.update(environ)  # it silences the log of every vLLM that is started later
 
