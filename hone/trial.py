@@ -7,6 +7,7 @@ from typing import Final
 
 import msgspec
 
+from capture.errors import NotFound
 from capture.reasons import JUDGE
 from capture.store import Store
 from capture.types import Rollout
@@ -64,7 +65,8 @@ async def test(
         else:
             out[reason] += 1
     if not newest:
-        raise filters.nothing()
+        left = "; ".join(f"{count} left out ({LEFT_OUT[reason]})" for reason, count in (+out).items())
+        raise NotFound(f"no rollout can be scored: {left}") if left else filters.nothing()
     rows: list[Row] = []
     weights: dict[str, float] = {}
     async with Trial(store, settings, script_hash) as trial:

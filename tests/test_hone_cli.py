@@ -85,6 +85,16 @@ def test_help_is_quick_and_imports_no_room() -> None:
     assert modules == "[]"
 
 
+def test_without_the_learners_packages_a_verb_names_the_extra(tmp_path: Path) -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None; from hone.cli.main import main;"
+        f"sys.exit(main(['sft', '--out', {str(tmp_path / 'sft')!r}, '-c', {str(TICTACTOE)!r}]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 1
+    assert done.stderr == "hone sft: torch is not installed; pip install 'hone[learner]' brings it\n"
+
+
 def test_init_writes_a_file_that_loads_and_does_not_overwrite_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -128,6 +128,7 @@ def test_json_filters_and_limit(folder: Path, hone: Hone) -> None:
     [
         (["test", "nowhere.py"], "there is no file nowhere.py"),
         (["test", "--scenario", "none"], "no rollout fits --scenario none"),
+        (["test", "--state", "open"], "no rollout can be scored: 1 left out (open, or some of their calls"),
         (["rescore", "--scenario", "none"], "no rollout fits --scenario none"),
     ],
 )

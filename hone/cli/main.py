@@ -56,6 +56,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_verb(verb, words[1:])
 
 
+OF_THE_LEARNER = ("torch", "transformers", "peft", "safetensors", "huggingface_hub", "matplotlib")
+"""Packages that only the extra `learner` brings."""
+
+
 def run_verb(verb: str, words: Sequence[str]) -> int:
     """Parse the verb's own options and run it."""
     module = importlib.import_module(f"hone.cli.{verb}")
@@ -68,6 +72,12 @@ def run_verb(verb: str, words: Sequence[str]) -> int:
         return int(module.run(arguments))
     except HoneError as error:
         sys.stderr.write(f"hone {verb}: {error}\n")
+        return 1
+    except ModuleNotFoundError as error:
+        name = (error.name or "").partition(".")[0]
+        if name not in OF_THE_LEARNER:
+            raise
+        sys.stderr.write(f"hone {verb}: {name} is not installed; pip install 'hone[learner]' brings it\n")
         return 1
     except KeyboardInterrupt:
         return 130
