@@ -16,7 +16,7 @@ from rewards.script import Failed, Outcome, Scored
 from rewards.settings import Settings
 from rewards.settle import Traces
 
-I = TypeVar("I")  # noqa: E741
+Item = TypeVar("Item")
 T = TypeVar("T")
 
 
@@ -92,7 +92,7 @@ class Trial:
 
 
 async def bounded(
-    work: Callable[[I], Coroutine[Any, Any, T]], items: Iterable[I], limit: int
+    work: Callable[[Item], Coroutine[Any, Any, T]], items: Iterable[Item], limit: int
 ) -> AsyncIterator[T]:
     """The results of `work` on each item, as they come; at most `limit` run at a time, and items are taken
     no earlier than that. The first exception ends it, and what runs is cancelled."""

@@ -271,8 +271,8 @@ class Scripted(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         length = int(self.headers["content-length"])
-        self.server.requests.append(json.loads(self.rfile.read(length)))  # type: ignore[attr-defined]
-        message = self.server.replies.pop(0)  # type: ignore[attr-defined]
+        self.server.requests.append(json.loads(self.rfile.read(length)))
+        message = self.server.replies.pop(0)
         choice = {"index": 0, "finish_reason": "stop", "message": message}
         body = {"id": "c", "object": "chat.completion", "created": 0, "model": "policy"}
         data = json.dumps({**body, "choices": [choice]}).encode()

@@ -195,7 +195,7 @@ async def test_work_that_arrives_while_it_runs(world: World) -> None:
             name = f"g_{number}"
             for member in range(2):
                 await world.rollout(f"r_{number}_{member}", [str(member)], group=name)
-            await wait_until(lambda name=name: group(world, name).state == "closed")  # type: ignore[misc]
+            await wait_until(lambda name=name: group(world, name).state == "closed")
     assert [each.reward for each in world.store.rollouts(run_id="run")] == [0.0, 1.0] * 3
 
 

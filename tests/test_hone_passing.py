@@ -1,12 +1,15 @@
 """Promotion after an evaluation."""
 
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
-from learner_world import World
+from explain_world import RUN, World
 
 from capture.evaluations import Evaluation, best, record, recorded
-from capture.types import EngineVersion, Rollout
+from capture.sqlite import SqliteStore
+from capture.types import Rollout
 from hone.cli.eval import remember
 from hone.config import load
 from hone.passing import consider, verdict
@@ -43,14 +46,16 @@ def test_too_little_was_played() -> None:
 
 
 @pytest.fixture
-def world(tmp_path: Path) -> World:
+def world(tmp_path: Path) -> Iterator[World]:
     """A policy whose version 1 an engine has proved; version 0 is promoted."""
-    world = World(tmp_path / "db")
-    world.store._db.execute(  # type: ignore[attr-defined]
-        "INSERT INTO versions VALUES ('policy', 1, 'l_run', 0, 1, 'published', '/v1', 'x', 0, NULL, 1)"
-    )
-    world.store.record_engine_version(EngineVersion(engine="e", policy="policy", version=1, state="verified"))
-    return world
+    with closing(SqliteStore(tmp_path / "hone.db")) as store:
+        world = World(store)
+        for number, reward in enumerate((0.0, 1.0)):
+            world.played(f"r_{number}", reward)
+        world.group()
+        world.train()
+        world.activate(1)
+        yield world
 
 
 def played_by(world: World, version: int, values: list[float]) -> list[str]:
@@ -78,18 +83,18 @@ def play(world: World, version: int, values: list[float]) -> None:
     """Evaluate the version."""
     ids, mean = played_by(world, version, values), sum(values) / len(values)
     found = Evaluation(version=version, scenarios="eval.jsonl", reward=mean, rollouts=ids, at=0.0)
-    record(world.store, world.run_id, found)
+    record(world.store, RUN, found)
 
 
 def test_what_passed_is_asked_for(world: World) -> None:
     play(world, 1, [0.8, 0.9, 0.8, 0.9])
-    assert consider(world.store, "policy", AUTO, "run", 1) == (
+    assert consider(world.store, "policy", AUTO, RUN, 1) == (
         "v1 is not promoted: v0, which is, has no evaluation on eval.jsonl to compare with; "
         "`hone eval --version 0` makes one"
     )
     play(world, 0, [0.1, 0.1, 0.0, 0.2])
-    assert consider(world.store, "policy", AUTO, "run", 0) == "v0 is promoted already"
-    assert consider(world.store, "policy", AUTO, "run", 1).startswith(
+    assert consider(world.store, "policy", AUTO, RUN, 0) == "v0 is promoted already"
+    assert consider(world.store, "policy", AUTO, RUN, 1).startswith(
         "v1 passed and is asked for in place of v0"
     )
     asked = world.store.open_promotion("policy")
@@ -101,15 +106,15 @@ def test_what_is_worse_is_not(world: World) -> None:
     play(world, 0, [0.8, 0.9, 0.8, 0.9])
     play(world, 1, [0.8, 0.9, 0.8, 0.9])
     assert "v1 is not promoted in place of v0: the reward differs by +0.000" in consider(
-        world.store, "policy", AUTO, "run", 1
+        world.store, "policy", AUTO, RUN, 1
     )
     assert world.store.open_promotion("policy") is None
 
 
 def test_an_evaluation_is_remembered_and_may_promote(world: World, tmp_path: Path) -> None:
-    path = tmp_path / "hone.toml"
+    path, store = tmp_path / "hone.toml", tmp_path / "hone.db"
     path.write_text(
-        f"[policy]\nbase_model = 'org/model'\n[run]\ndir = '{tmp_path}'\n[capture]\npath = '{world.path}'\n"
+        f"[policy]\nbase_model = 'org/model'\n[run]\ndir = '{tmp_path}'\n[capture]\npath = '{store}'\n"
         "[rewards]\nscript = 'reward.py'\n[promote]\nauto = true\nrollouts_min = 4\n"
     )
     config = load(path, {})
@@ -118,7 +123,7 @@ def test_an_evaluation_is_remembered_and_may_promote(world: World, tmp_path: Pat
         said = remember(config, {"eval.jsonl": summarise(version, played)})
     assert said is not None
     assert said.startswith("v1 passed and is asked for in place of v0")
-    found = recorded(world.store, "run")
+    found = recorded(world.store, RUN)
     assert [(one.version, round(one.reward, 6), len(one.rollouts)) for one in found] == [
         (0, 0.15, 4),
         (1, 0.85, 4),

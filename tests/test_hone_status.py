@@ -29,7 +29,7 @@ def supervisor(kind: Any = "train", **parts: str) -> State:
     listed = [
         PartStatus(
             name=name, state=state, log=f"/logs/{name}.log", exit_code=-9 if state == "backoff" else None
-        )  # type: ignore[arg-type]
+        )
         for name, state in parts.items()
     ]
     return State(kind=kind, pid=1, pid_ticks=1, started_at=0.0, config="hone.toml", parts=listed)

@@ -78,7 +78,7 @@ def with_(**changes: Any) -> Summary:
         for struct, name in zip(reversed(structs), reversed(names), strict=True):
             value = msgspec.structs.replace(struct, **{name: value})
         summary = value
-    return summary  # type: ignore[no-any-return]
+    return summary
 
 
 def test_figures_exactly_at_their_thresholds_miss_nothing() -> None:

@@ -33,7 +33,7 @@ def make(tmp_path: Path, *parts: Part, restarts: Restarts = FAST) -> Supervisor:
 
 
 def script(name: str, code: str, **settings: object) -> Part:
-    return Part(name=name, command=[PYTHON, "-c", textwrap.dedent(code)], **settings)  # type: ignore[arg-type]
+    return Part(name=name, command=[PYTHON, "-c", textwrap.dedent(code)], **settings)
 
 
 async def until(condition: Callable[[], object], timeout_s: float = 20.0) -> None:
@@ -236,4 +236,4 @@ def test_a_supervisor_killed_with_sigkill_leaves_no_process(tmp_path: Path) -> N
         assert not state.alive
     finally:
         lone.kill()
-        lone.stdout.close()  # type: ignore[union-attr]
+        lone.stdout.close()

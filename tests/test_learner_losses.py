@@ -16,7 +16,7 @@ from learner import kl
 from learner.aggregate import divisors
 from learner.logprobs import chunk_scores, token_logprobs, token_scores
 from learner.objective import Known, Objective, log_sequence_ratios, objective
-from learner.settings import Settings
+from learner.settings import KlForm, Settings
 
 Objectives = Callable[[Settings, Tensor, Known, Tensor | None], Objective]
 Divisors = Callable[[Sequence[int], Any, int], list[int]]
@@ -63,7 +63,7 @@ def made(
     def column(values: Sequence[float]) -> Tensor:
         return torch.tensor(values, dtype=torch.float64)
 
-    logits = column([token.logits for token in tokens]).requires_grad_()  # type: ignore[arg-type]
+    logits = column([token.logits for token in tokens]).requires_grad_()
     logprobs, entropies = chunk_scores(
         logits,
         torch.eye(logits.shape[1], dtype=torch.float64),
@@ -182,7 +182,7 @@ WRONG: dict[str, tuple[dict[str, Any], Objectives]] = {
     ),
     "GSPO of the sum": (
         LOSSES["gspo"],
-        knowing(lambda k, _: replace(k, log_ratios=2 * k.log_ratios)),  # type: ignore[operator]
+        knowing(lambda k, _: replace(k, log_ratios=2 * k.log_ratios)),
     ),
     "k1 as a loss": (KLS["k2"], added(lambda s, k, logprobs: k.penalties * (logprobs - k.ref))),
     "k2 without its half": (KLS["k2"], added(lambda s, k, logprobs: k.penalties * (logprobs - k.ref) ** 2)),
@@ -198,14 +198,14 @@ WRONG: dict[str, tuple[dict[str, Any], Objectives]] = {
     "k1 in the advantage with a gradient": (KLS["advantage"], knowing(moving_weights)),
     "KL from the reference": (
         KLS["advantage"],
-        knowing(lambda k, logprobs: replace(k, ref=2 * logprobs.detach() - k.ref)),  # type: ignore[operator]
+        knowing(lambda k, logprobs: replace(k, ref=2 * logprobs.detach() - k.ref)),
     ),
     "no correction": (CORRECTIONS["truncated"], knowing(lambda k, _: replace(k, start=None))),
     "corrected twice": (CORRECTIONS["truncated"], knowing(corrected_twice)),
     "masked for truncated": (CORRECTIONS["truncated"], under(engine_correction="masked")),
     "truncated for masked": (CORRECTIONS["masked"], under(engine_correction="truncated")),
     "no lower bound": (CORRECTIONS["masked"], under(engine_correction_min=0.0)),
-    "entropy as a cost": (ENTROPY["entropy"], knowing(lambda k, _: replace(k, bonuses=-k.bonuses))),  # type: ignore[operator]
+    "entropy as a cost": (ENTROPY["entropy"], knowing(lambda k, _: replace(k, bonuses=-k.bonuses))),
 }
 
 
@@ -305,14 +305,14 @@ def test_the_default_is_bit_for_bit_what_it_was() -> None:
 
 
 @pytest.mark.parametrize("form", KLS)
-def test_the_penalty_pulls_along_the_gradient_of_the_kl(form: str) -> None:
+def test_the_penalty_pulls_along_the_gradient_of_the_kl(form: KlForm) -> None:
     """Over every token that could have been sampled, weighted by π: b · d KL(π | ref) / d logits."""
     torch.manual_seed(3)
     logits = torch.randn(6, dtype=torch.float64, requires_grad=True)
     ref = torch.log_softmax(torch.randn(6, dtype=torch.float64), 0)
     logprobs = torch.log_softmax(logits, 0)
     chances = logprobs.detach().exp()
-    s = Settings(base_model="x", kl_coef=0.25, kl_form=form)  # type: ignore[arg-type]
+    s = Settings(base_model="x", kl_coef=0.25, kl_form=form)
     known = Known(logprobs.detach(), torch.zeros_like(chances), 0.25 * chances, ref)
     found = objective(s, logprobs, known)
     (gradient,) = torch.autograd.grad(found.loss, logits, retain_graph=True)

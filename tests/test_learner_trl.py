@@ -57,7 +57,7 @@ SAME: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-class Theirs(GRPOTrainer):  # type: ignore[misc]
+class Theirs(GRPOTrainer):
     """TRL's trainer with nothing but what `_compute_loss` reads."""
 
     def __init__(self, logprobs: Tensor, **changes: Any) -> None:

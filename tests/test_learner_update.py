@@ -205,7 +205,7 @@ def test_gspo_scores_only_what_is_scattered_once_more(base: Path, tmp_path: Path
     for some, extra in ((members, True), (alone, False)):
         minibatch = Minibatch(config, model, some, None, model.adapter())
         numbers = count()
-        minibatch.whole(lambda numbers=numbers: next(numbers) and None)  # type: ignore[misc]
+        minibatch.whole(lambda numbers=numbers: next(numbers) and None)
         assert (next(numbers) > 0) == extra
 
 

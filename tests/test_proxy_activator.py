@@ -27,7 +27,7 @@ def row(version: int, state: str = "published", lineage: str = "l") -> Version:
         lineage=lineage,
         parent=None,
         step=version,
-        state=state,  # type: ignore[arg-type]
+        state=state,
         path=f"/a/{version}" if version else None,
         sha256=None,
         created_at=0,
@@ -196,20 +196,20 @@ async def test_adapters_load_verify_activate_and_a_wrong_one_fails(engine: Any, 
         await asyncio.sleep(0.1)
         publish(hone, 1, dirs[1], sha[0])
         await until(lambda: states(hone).get(1) == "verified", 20)
-        await until(lambda: hone.store.active_version("policy").version == 1)  # type: ignore[union-attr]
+        await until(lambda: hone.store.active_version("policy").version == 1)
         assert (await traffic)[0] == (200, "0")
         publish(hone, 2, dirs[2], sha[1])
-        await until(lambda: hone.store.active_version("policy").version == 2, 20)  # type: ignore[union-attr]
+        await until(lambda: hone.store.active_version("policy").version == 2, 20)
         publish(hone, 3, dirs[3], sha[2])
         await until(lambda: states(hone).get(3) == "failed", 20)
         assert {1: "verified", 2: "verified", 3: "failed"}.items() <= {**states(hone), 1: "verified"}.items()
         await until(lambda: hone.store.versions("policy")[3].state == "retired")
-        assert hone.store.active_version("policy").version == 2  # type: ignore[union-attr]
+        assert hone.store.active_version("policy").version == 2
         detail = next(p.detail for p in hone.store.engine_versions("policy") if p.version == 3)
         assert "from its parent" in detail
         assert (await pinned_calls())[0] == (200, "2")
         await until(lambda: states(hone).get(1) == "unloaded", 10)  # nobody needs it any more
-        models = await hone.proxy.fleet.models(hone.proxy.fleet.engines[0])  # type: ignore[union-attr]
+        models = await hone.proxy.fleet.models(hone.proxy.fleet.engines[0])
         names = {model.id for model in models.values() if model.id.startswith("policy@")}
         assert names == {"policy@base", "policy@v2"}  # the engine is shared with other tests' policies
         await hone.proxy.upstream.ask(
@@ -241,14 +241,14 @@ async def test_what_is_promoted_answers_and_is_loaded_again_after_it_was_unloade
         async def promoted(version: int) -> str:
             """The version that answers a call of nobody's once that one is promoted."""
             assert hone.store.ask_promotion("policy", version, "promote") is not None
-            await until(lambda: hone.proxy.fleet.view.promoted == version, 20)  # type: ignore[union-attr]
+            await until(lambda: hone.proxy.fleet.view.promoted == version, 20)
             status, answer, headers = await hone.post("/v1/chat/completions", body)
             assert status == 200, answer
             return headers["x-hone-policy-version"]
 
         for n in (1, 2):
             publish(hone, n, dirs[n], sha[n - 1])
-            await until(lambda n=n: hone.store.active_version("policy").version == n, 20)  # type: ignore[misc,union-attr]
+            await until(lambda n=n: hone.store.active_version("policy").version == n, 20)
         await until(lambda: states(hone).get(1) == "unloaded", 10)
         assert await promoted(2) == "2"
         assert await promoted(1) == "1"
@@ -277,7 +277,7 @@ async def test_an_adapter_that_is_version_0_is_proven_and_answers_in_place_of_th
         body = {"model": "policy", "messages": [{"role": "user", "content": "play"}], "max_tokens": 4}
         status, answer, headers = await hone.post("/v1/chat/completions", body)
         assert (status, headers["x-hone-policy-version"]) == (200, "0"), answer
-        models = await hone.proxy.fleet.models(hone.proxy.fleet.engines[0])  # type: ignore[union-attr]
+        models = await hone.proxy.fleet.models(hone.proxy.fleet.engines[0])
         assert (models["policy@v0"].parent, models["policy@v0"].root) == ("policy@base", str(directory))
     async with aiohttp.ClientSession() as client:  # the engine is shared with other tests' policies
         await client.post(f"{engine.url}/v1/unload_lora_adapter", json={"lora_name": "policy@v0"})

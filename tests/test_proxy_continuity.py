@@ -210,7 +210,7 @@ async def test_a_conversation_of_an_adapters_version(engine: Any, tmp_path: Path
     async with training(engine, tmp_path, "exact") as hone:
         publish(hone, 1, directory, sha256)
         await until(lambda: states(hone).get(1) == "verified", 20)
-        await until(lambda: hone.store.active_version("policy").version == 1)  # type: ignore[union-attr]
+        await until(lambda: hone.store.active_version("policy").version == 1)
         _, again = await converse(hone, verbatim, 8)
         calls = [parse(raw) for raw in hone.raw_calls()]
         assert {call.policy_version for call in calls} == {1}
@@ -244,7 +244,7 @@ async def test_hanging_up_on_a_prompt_of_ids(engine: Any, tmp_path: Path, stream
             await asyncio.gather(asking, return_exceptions=True)
         await answered(hone, rollout, body)
         await until(lambda: not hone.proxy.heads.in_flight())
-        await until(lambda: not hone.proxy.fleet.engines[0].in_flight)  # type: ignore[union-attr]
+        await until(lambda: not hone.proxy.fleet.engines[0].in_flight)
         calls = [parse(raw) for raw in await hone.raw_calls_when(2)]
         assert {call.status for call in calls} <= {200, 499}
         last = max(calls, key=lambda call: call.started_at)

@@ -60,7 +60,7 @@ async def fleet(root: Path, count: int, **fields: Any) -> AsyncIterator[tuple[Wo
         )
         hone = await stack.enter_async_context(world(settings, root))
         hone.store.start_run("run", "policy", {})
-        yield hone, engines  # type: ignore[misc]
+        yield hone, engines
 
 
 async def ask(hone: World, session: str, model: str = "policy") -> tuple[int, dict[str, str]]:

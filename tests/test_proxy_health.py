@@ -149,6 +149,14 @@ def one_route(urls: dict[str, str]) -> dict[str, Route]:
     return {"*": Route(url=urls["a"])}
 
 
+def two_routes(urls: dict[str, str]) -> dict[str, Route]:
+    return {"a": Route(url=urls["a"]), "b": Route(url=urls["b"])}
+
+
+def with_b(urls: dict[str, str]) -> dict[str, Route]:
+    return {"*": Route(url=urls["a"], fallbacks=("b",)), "b": Route(url=urls["b"])}
+
+
 def in_turn(*handlers: Handler) -> Handler:
     """The first call gets the first, the last gets all that follow."""
     left = list(handlers)
@@ -216,13 +224,12 @@ async def test_what_may_have_been_generated_or_refused_is_not_asked_again(
 
 async def test_nothing_is_asked_again_once_the_agent_has_seen_something(tmp_path: Path) -> None:
     async def die(response: web.StreamResponse) -> None:
-        transport = response._req.transport  # type: ignore[union-attr]
+        transport = response._req.transport
         assert transport is not None
         transport.abort()
 
     handlers = {"a": streaming(chunk("a"), pause_s=0.05, then=die), "b": completion}
-    routes = lambda urls: {"*": Route(url=urls["a"], fallbacks=("b",)), "b": Route(url=urls["b"])}  # noqa: E731
-    async with routed(tmp_path, handlers, routes) as (hone, upstreams):
+    async with routed(tmp_path, handlers, with_b) as (hone, upstreams):
         async with hone.client.post(hone.url + CHAT, json=STREAM) as response:
             text = await response.read()
         assert b"upstream_error" in text
@@ -274,9 +281,8 @@ async def long(request: web.Request) -> web.Response:
 
 async def test_one_upstreams_circuit_is_not_anothers(tmp_path: Path) -> None:
     health = Health(failures_max=1, pause_s=30)
-    routes = lambda urls: {"a": Route(url=urls["a"]), "b": Route(url=urls["b"])}  # noqa: E731
     handlers = {"a": answering(500), "b": completion}
-    async with routed(tmp_path, handlers, routes, health=health) as (hone, _):
+    async with routed(tmp_path, handlers, two_routes, health=health) as (hone, _):
         got = [(await hone.post(CHAT, {**BODY, "model": model}))[0] for model in "aab"]
         assert got == [502, 503, 200]
 
@@ -437,9 +443,11 @@ async def test_the_total_deadline_holds_for_retries_and_fallbacks_together(tmp_p
         await asyncio.sleep(1.2)
         return web.json_response({}, status=500)
 
-    routes = lambda urls: {"*": Route(url=urls["a"], fallbacks=("b",)), "b": Route(url=urls["b"])}  # noqa: E731
     deadlines = Deadlines(total_s=1.7, retries=0)
-    async with routed(tmp_path, {"a": slowly, "b": hang}, routes, deadlines=deadlines) as (hone, upstreams):
+    async with routed(tmp_path, {"a": slowly, "b": hang}, with_b, deadlines=deadlines) as (
+        hone,
+        upstreams,
+    ):
         began = time.monotonic()
         status, answer, _ = await hone.post(CHAT, BODY)
         assert status == 502

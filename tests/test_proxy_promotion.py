@@ -218,7 +218,7 @@ async def test_users_get_the_promoted_version_within_two_seconds_and_no_call_fai
         assert [await it.served(paths[mode]) for mode in ("train", "eval", "observe")] == [1, 1, 2]
         assert await it.hone("rollback") == 0
         assert told(capsys) == "policy@v0 is promoted, in place of v2\n"
-        await until(lambda: it.on.proxy.fleet.view.promoted == 0)  # type: ignore[union-attr]
+        await until(lambda: it.on.proxy.fleet.view.promoted == 0)
         assert [await it.served(paths[mode]) for mode in ("train", "eval", "observe")] == [1, 1, 0]
 
 
@@ -305,7 +305,7 @@ async def test_without_a_proxy_it_is_kept_until_one_runs(
             "has proved v2\n"
         )
         async with world(engine_settings(engine.url), tmp_path) as on:
-            await until(lambda: on.proxy.fleet.view.promoted == 2)  # type: ignore[union-attr]
+            await until(lambda: on.proxy.fleet.view.promoted == 2)
             status, _, headers = await on.post(CHAT, BODY)
             assert (status, headers["x-hone-policy-version"]) == (200, "2")
 

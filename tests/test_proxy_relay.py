@@ -298,7 +298,7 @@ async def test_chunks_are_relayed_at_once(tmp_path: Path) -> None:
 
 
 async def die(response: web.StreamResponse) -> None:
-    transport = response._req.transport  # type: ignore[union-attr]
+    transport = response._req.transport
     assert transport is not None
     transport.abort()
 

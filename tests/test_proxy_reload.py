@@ -173,7 +173,7 @@ async def test_an_invalid_file_changes_nothing_and_is_counted_and_logged(
                 start=1,
             ):
                 file.write(wrong)
-                await until(lambda n=n: reloads(hone, "invalid") == n, 5)  # type: ignore[misc]
+                await until(lambda n=n: reloads(hone, "invalid") == n, 5)
                 assert hone.proxy.live.rules is before
                 assert [await status(hone, one) for one in ("sk-ann", "sk-bob")] == [200, 401]
             said = caplog.text

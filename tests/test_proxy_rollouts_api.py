@@ -18,7 +18,7 @@ def keys() -> tuple[Key, ...]:
     return tuple(
         Key(
             id="team" if name == "t" else name, sha256=hashlib.sha256(name.encode()).hexdigest(), scopes=scope
-        )  # type: ignore[arg-type]
+        )
         for name, scope in scopes.items()
     )
 

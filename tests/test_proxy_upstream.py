@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 
@@ -52,8 +53,8 @@ class Server:
 
 
 @asynccontextmanager
-async def client(limits: Limits | None = None, **deadlines: float) -> AsyncIterator[Upstream]:
-    upstream = Upstream(Deadlines(**deadlines), limits or Limits())  # type: ignore[arg-type]
+async def client(limits: Limits | None = None, **deadlines: Any) -> AsyncIterator[Upstream]:
+    upstream = Upstream(Deadlines(**deadlines), limits or Limits())
     try:
         yield upstream
     finally:

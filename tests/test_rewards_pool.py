@@ -98,7 +98,7 @@ def script(tmp_path: Path) -> Path:
 @asynccontextmanager
 async def running(script: Path, **settings: object) -> AsyncIterator[Pool]:
     defaults = {"timeout_s": 20.0, "workers": 1}
-    pool = Pool(Settings(script=str(script), **defaults | settings))  # type: ignore[arg-type]
+    pool = Pool(Settings(script=str(script), **defaults | settings))
     await pool.start()
     try:
         yield pool

@@ -201,7 +201,7 @@ async def test_posted_scores_are_in_it(tmp_path: Path) -> None:
 def test_the_store_refuses_what_would_break_a_promise(tmp_path: Path) -> None:
     def new(id: str, **fields: object) -> Rescored:
         given = {"reward": 1.0, "scores": {"reward": 1.0}, "script_hash": "new", "posted": {}, **fields}
-        return Rescored(rollout_id=id, **given)  # type: ignore[arg-type]
+        return Rescored(rollout_id=id, **given)
 
     with played(tmp_path) as world:
         store = world.store

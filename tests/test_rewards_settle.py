@@ -18,7 +18,7 @@ def call(name: str, at: float, prompt: list[int], sampled: list[int], **fields: 
     answer = {"role": "assistant", "content": name}
     shared = {"rollout_id": "r_1", "started_at": at, "response": answer, "messages": [{"role": "user"}]}
     tokens = {"prompt_ids": prompt, "sampled_ids": sampled, "sampled_logprobs": [-1.0] * len(sampled)}
-    return ModelCall(id=name, **base | shared | tokens | fields)  # type: ignore[arg-type]
+    return ModelCall(id=name, **base | shared | tokens | fields)
 
 
 FIRST = call("c_1", 1.0, [1, 2], [3])
