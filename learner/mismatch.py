@@ -4,15 +4,22 @@ Every sampled token carries the engine's logprob. The learner computes it again 
 adapter of the version that sampled, at the request's temperature; the two must agree to rounding.
 """
 
+import logging
 import math
 import random
 from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from capture.types import Sample
+from capture.types import Batch, Sample
 from learner.batch import Scored, micro_batches
+from learner.groups import Member
 from learner.model import Model, Tensors
+from learner.versions import Versions
+
+WRONG_ADAPTER_EVERY = 10  # batches between negative controls
+
+log = logging.getLogger(__name__)
 
 
 class Difference(msgspec.Struct, frozen=True):
@@ -83,3 +90,35 @@ def report(found: Mapping[int, Difference], wrong: Difference | None) -> dict[st
     if wrong is not None:
         numbers["mismatch_wrong_adapter_max"] = wrong.largest
     return numbers
+
+
+class Watch:
+    """Compares some tokens of every version that sampled, batch after batch."""
+
+    def __init__(self, model: Model, versions: Versions, fraction: float) -> None:
+        self._model = model
+        self._versions = versions
+        self._fraction = fraction  # of the trained tokens
+        self._batches = 0
+        self._controlled = False  # whether a wrong adapter was measured yet
+
+    def compare(self, batch: Batch, groups: Sequence[Sequence[Member]], tokens_max: int) -> dict[str, float]:
+        """The numbers of one batch; every so often with a wrong adapter's, which must be larger."""
+        members = [member for group in groups for member in group]
+        trained = [member for member in members if member.advantage] or members
+        samples = [sample for member in trained for sample in member.samples]
+        chosen = choose(samples, self._fraction, batch.id)
+        found = {}
+        for version, some in chosen.items():
+            try:
+                adapter = self._versions.adapter(version)
+            except OSError as error:
+                log.warning("version %d sampled, but its adapter is gone: %s", version, error)
+                continue
+            found[version] = measure(self._model, some, version, adapter, tokens_max)
+        newest, wrong = max(chosen, default=0), None
+        if newest and (not self._controlled or self._batches % WRONG_ADAPTER_EVERY == 0):
+            wrong = measure(self._model, chosen[newest], newest, None, tokens_max)
+            self._controlled = True
+        self._batches += 1
+        return report(found, wrong) | {"mismatch_missing": float(len(chosen) - len(found))}

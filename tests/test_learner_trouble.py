@@ -116,7 +116,7 @@ def test_a_sample_that_fits_nowhere_drops_its_batch_and_leaves_the_weights(
     learner, _ = learn(settings(base, tmp_path), world, Small(settings(base, tmp_path), 3), 1)
     balance = world.store.balance("policy")
     assert (set(balance.dropped), balance.trained, balance.exact) == ({"out_of_memory"}, 0, True)
-    assert same(learner.model.adapter(), learner.head.adapter)
+    assert same(learner.hold.model.adapter(), learner.hold.head.adapter)
     assert world.store.verify() == []
 
 
