@@ -26,6 +26,7 @@ from capture.types import (
     Promotion,
     PromotionKind,
     RawCall,
+    RewardMean,
     Rollout,
     StepRow,
     Stitch,
@@ -319,7 +320,13 @@ class Store(Protocol):
     def group(self, group_id: str) -> Group: ...
     def close_group(self, group_id: str, members: Sequence[str], drops: Mapping[str, str]) -> None:
         """open -> closed with these scored members; the others are dropped with their reason.
-        Fewer than two members: the whole group is dropped (`group_too_small`)."""
+        Fewer than two members, of a group declared with more than one: the whole group is dropped
+        (`group_too_small`)."""
+
+    def reward_means(
+        self, run_id: str, asked: Collection[tuple[str, str | None]]
+    ) -> dict[tuple[str, str | None], RewardMean]:
+        """Of the run's rewards in committed batches, by key and scenario; what has none yet is left out."""
 
     def prune_frames(self, older_than_s: float) -> int:
         """Delete frames that were wholly ingested that long ago; returns how many."""

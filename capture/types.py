@@ -189,6 +189,24 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     closed_at: float | None = None
     batch_id: str | None = None
 
+    @property
+    def members_min(self) -> int:
+        """How many of its members must have a reward. One declared alone is compared with what its scenario
+        has brought so far, others with each other."""
+        return 1 if self.size == 1 else 2
+
+
+class RewardMean(msgspec.Struct, frozen=True):
+    """Of the rewards of one scenario."""
+
+    count: int = 0
+    value: float = 0.0
+
+    def after(self, reward: float) -> "RewardMean":
+        """With one reward more (Welford, 1962: no sum that grows)."""
+        count = self.count + 1
+        return RewardMean(count, self.value + (reward - self.value) / count)
+
 
 class Batch(msgspec.Struct, frozen=True, kw_only=True):
     """The groups of one take by the learner: the unit of exactly-once."""
@@ -196,7 +214,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     run_id: str
     taken_at: float
-    groups: list[list[Rollout]]  # scored members only, at least two a group
+    groups: list[list[Rollout]]  # scored members only, at least two unless a group was declared with one
 
 
 class GroupFilter(msgspec.Struct, frozen=True, kw_only=True):
@@ -213,7 +231,8 @@ class GroupFilter(msgspec.Struct, frozen=True, kw_only=True):
             return "too_hard"
         if self.mean_max is not None and mean > self.mean_max:
             return "too_easy"
-        return "zero_variance" if self.zero_variance and min(rewards) == max(rewards) else None
+        flat = len(rewards) > 1 and min(rewards) == max(rewards)  # one alone is compared with others' means
+        return "zero_variance" if self.zero_variance and flat else None
 
 
 class Version(msgspec.Struct, frozen=True, kw_only=True):

@@ -75,11 +75,18 @@ def _signal(signal: Signal) -> Iterator[str]:
     if not signal.groups:
         yield "no group of two or more"
         return
+    share = signal.with_signal / signal.groups
+    if signal.group_size == 1:
+        yield (
+            f"rewards with signal: {signal.with_signal} of {signal.groups} ({share:.0%}); each is compared "
+            "with the mean of those before of its scenario"
+        )
+        yield f"spread within a scenario: {signal.std_mean:.3f} (mean standard deviation)"
+        return
     made = signal.groups - signal.declared
     how = f"{signal.declared} as they were" if signal.declared else ""
     if made:
         how += f"{', ' if how else ''}{made} of attempts at one scenario, {signal.group_size} or the rest"
-    share = signal.with_signal / signal.groups
     yield f"groups with signal: {signal.with_signal} of {signal.groups} ({share:.0%}); {how}"
     yield f"spread within a group: {signal.std_mean:.3f} (mean standard deviation)"
 

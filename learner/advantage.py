@@ -37,7 +37,7 @@ def advantages(
 def of_batch(
     groups: Sequence[Sequence[float]], kind: Kind = "centred", std: Std = "sample"
 ) -> list[list[float]]:
-    """The advantages of every group of a batch."""
+    """The advantages of every group of a batch; 0 for a group of one (see `learner.baseline`)."""
     rewards = [reward for group in groups for reward in group]
     deviation = statistics.stdev(rewards) if std == "batch" and len(rewards) > 1 else None
     return [advantages(group, kind, std, deviation) for group in groups]

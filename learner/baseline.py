@@ -1,35 +1,26 @@
-"""A baseline without a group: the mean of what a scenario has brought so far. For groups of one.
+"""A baseline without a group: the mean of what a scenario has brought before. For groups of one.
 
     A = R - mean of the scenario's rewards before this one, and 0 for its first
 
-The means are state: a learner that uses them has them in its checkpoint, as `Mean`s by scenario.
+Before: in batches that the run has committed, and earlier in this one. The rewards are rows of the store,
+which count from the transaction that commits their batch, so there is no state that a crash could lose.
 """
 
 from collections.abc import Mapping, Sequence
 
-import msgspec
+from capture.types import RewardMean
 
-
-class Mean(msgspec.Struct, frozen=True):
-    """Of the rewards of one scenario."""
-
-    count: int = 0
-    value: float = 0.0
-
-    def after(self, reward: float) -> "Mean":
-        """With one reward more (Welford, 1962: no sum that grows)."""
-        count = self.count + 1
-        return Mean(count, self.value + (reward - self.value) / count)
+Attempted = tuple[str, str | None]  # key and scenario: what one tenant does moves no other's mean
 
 
 def running_mean(
-    rewards: Sequence[tuple[str, float]], before: Mapping[str, Mean]
-) -> tuple[list[float], dict[str, Mean]]:
-    """Advantages of `(scenario, reward)` in their order, and the means after them."""
+    rewards: Sequence[tuple[Attempted, float]], before: Mapping[Attempted, RewardMean]
+) -> list[float]:
+    """Advantages of `(what was attempted, reward)` in their order, one each."""
     means = dict(before)
     advantages = []
-    for scenario, reward in rewards:
-        mean = means.get(scenario, Mean())
+    for attempted, reward in rewards:
+        mean = means.get(attempted, RewardMean())
         advantages.append(reward - mean.value if mean.count else 0.0)
-        means[scenario] = mean.after(reward)
-    return advantages, means
+        means[attempted] = mean.after(reward)
+    return advantages

@@ -11,6 +11,7 @@ from capture.errors import Corrupt
 from capture.store import Store
 from capture.types import Batch, LedgerRow, ModelCall, Rollout, Sample
 from learner import advantage
+from learner.baseline import Attempted, running_mean
 from learner.settings import Settings
 
 OVERLONG = "overlong"  # of `capture.reasons.DROPPED`
@@ -39,8 +40,7 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
 
 def read(store: Store, batch: Batch, settings: Settings) -> list[list[Member]]:
     """Every group of the batch, in its order. `Corrupt` if a member has no reward."""
-    rewards = [[reward(rollout) for rollout in group] for group in batch.groups]
-    given = advantage.of_batch(rewards, settings.advantage, settings.advantage_std)
+    given = advantages(store, batch, settings)
     return [
         [
             read_member(store, rollout, one, settings.overlong_filter)
@@ -48,6 +48,23 @@ def read(store: Store, batch: Batch, settings: Settings) -> list[list[Member]]:
         ]
         for group, ones in zip(batch.groups, given, strict=True)
     ]
+
+
+def advantages(store: Store, batch: Batch, settings: Settings) -> list[list[float]]:
+    """One for each rollout: within its group, and for groups of one from what its scenario has brought."""
+    rewards = [[reward(rollout) for rollout in group] for group in batch.groups]
+    given = advantage.of_batch(rewards, settings.advantage, settings.advantage_std)
+    alone = [place for place, group in enumerate(batch.groups) if len(group) == 1]
+    brought = [(attempted(batch.groups[place][0]), rewards[place][0]) for place in alone]
+    before = store.reward_means(batch.run_id, {what for what, _ in brought})
+    for place, one in zip(alone, running_mean(brought, before), strict=True):
+        given[place] = [one]
+    return given
+
+
+def attempted(rollout: Rollout) -> Attempted:
+    """What its reward is compared by if it is a group of one."""
+    return rollout.key_id, rollout.scenario_id
 
 
 def reward(rollout: Rollout) -> float:

@@ -96,7 +96,13 @@ def _spread(report: Report) -> Iterator[str]:
         yield "No scenario was attempted twice, so nothing is known of the spread within groups."
         return
     share = signal.with_signal / signal.groups
-    if share < SIGNAL_SHARE:
+    if share < SIGNAL_SHARE and signal.group_size == 1:
+        yield (
+            f"Little spread: only {signal.with_signal} of {_count(signal.groups, 'reward')} ({share:.0%}) "
+            "differ from the mean of those before of the same scenario; the others would train nothing. More "
+            "attempts at each scenario (train.epochs) or groups of several (train.group_size) make more."
+        )
+    elif share < SIGNAL_SHARE:
         yield (
             f"Little spread: only {signal.with_signal} of {_count(signal.groups, 'group')} ({share:.0%}) "
             "have two different rewards; the others would train nothing. Finer scores, scenarios of middling "

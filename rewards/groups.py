@@ -9,7 +9,6 @@ from capture.store import Store
 from capture.types import Group, Rollout
 from rewards.settings import Settings
 
-MEMBERS_MIN = 2  # an advantage compares
 MEMBERS_MAX = 10_000
 AGENT_FAILURES = frozenset({"agent_error", "timeout", "max_calls", "context_overflow"})
 RUNNING = frozenset({"open", "sealed", "ingested"})
@@ -31,7 +30,8 @@ def decide(group: Group, rollouts: Sequence[Rollout], now: float, settings: Sett
 
     A declared group (``size > 0``) closes when that many members are terminal, a replaced attempt being
     represented by its replacement. Past its deadline any group closes on the scored members if they are
-    at least two, else as soon as nothing of it runs any more (the store then drops it as too small).
+    enough to compare (`Group.members_min`), else as soon as nothing of it runs any more (the store then
+    drops it as too small).
     """
     members = current(rollouts)
     complete = 0 < group.size <= len(members) and all(terminal(member, settings) for member in members)
@@ -60,7 +60,7 @@ def overdue(group: Group, members: Sequence[Rollout], now: float, settings: Sett
     if now - group.created_at < settings.group_deadline_s:
         return False
     scored = sum(drop_reason(member, settings) is None for member in members)
-    return scored >= MEMBERS_MIN or not any(member.state in RUNNING for member in members)
+    return scored >= group.members_min or not any(member.state in RUNNING for member in members)
 
 
 def drop_reason(member: Rollout, settings: Settings) -> str | None:

@@ -12,6 +12,8 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
+from capture.types import RewardMean
+
 BINS = 10
 VALUES_MAX = 12  # so many different rewards get a bar each
 NAMED_MAX = 5  # rollouts that are named with a failure
@@ -65,13 +67,17 @@ class ScenarioRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Signal(msgspec.Struct, frozen=True, kw_only=True):
-    """Groups of at least two rewards, and how many of them have two different ones."""
+    """Groups of at least two rewards, and how many of them have two different ones.
+
+    With `group_size` 1 every reward is a group, and it has signal if it is not the mean of those before it of
+    its scenario.
+    """
 
     groups: int
     with_signal: int
     declared: int  # of the groups; the others are made of attempts at one scenario
     group_size: int  # of those
-    std_mean: float  # mean over groups of the standard deviation within one
+    std_mean: float  # mean over groups (of one: scenarios) of the standard deviation within
 
 
 class Latency(msgspec.Struct, frozen=True, kw_only=True):
@@ -193,6 +199,8 @@ def groups(rows: Sequence[Row], group_size: int) -> Iterator[tuple[bool, list[fl
 
 def signal(rows: Sequence[Row], group_size: int) -> Signal:
     """How many groups would move the policy: those whose advantages are not all zero."""
+    if group_size == 1:
+        return _signal_alone(rows)
     found = list(groups(rows, group_size))
     spreads = [numbers(rewards).std for _, rewards in found]
     return Signal(
@@ -200,6 +208,27 @@ def signal(rows: Sequence[Row], group_size: int) -> Signal:
         with_signal=sum(min(rewards) != max(rewards) for _, rewards in found),
         declared=sum(was_declared for was_declared, _ in found),
         group_size=group_size,
+        std_mean=math.fsum(spreads) / len(spreads) if spreads else 0.0,
+    )
+
+
+def _signal_alone(rows: Sequence[Row]) -> Signal:
+    by_scenario: dict[str | None, list[float]] = defaultdict(list)
+    for row in rows:
+        if row.reward is not None:
+            by_scenario[row.scenario_id].append(row.reward)
+    moved = 0
+    for rewards in by_scenario.values():
+        mean = RewardMean().after(rewards[0])
+        for reward in rewards[1:]:
+            moved += reward != mean.value
+            mean = mean.after(reward)
+    spreads = [numbers(rewards).std for rewards in by_scenario.values() if len(rewards) > 1]
+    return Signal(
+        groups=sum(map(len, by_scenario.values())),
+        with_signal=moved,
+        declared=0,
+        group_size=1,
         std_mean=math.fsum(spreads) / len(spreads) if spreads else 0.0,
     )
 

@@ -23,7 +23,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     concurrency: Count = 64  # agents that run at once
     max_calls: Count = 30  # calls a rollout may make; more get a 4xx
     timeout_s: Wait = 600.0  # an agent that runs longer is killed and its rollout is a timeout
-    group_size: Count = 8  # rollouts of one scenario compared with each other
+    group_size: Count = 8  # rollouts of one scenario compared with each other; 1: with its mean so far
     groups_per_batch: Count = 8  # groups of one take by the learner
     batches_outstanding_max: Annotated[float, msgspec.Meta(ge=1)] = (
         2.0  # that agents are ahead; 1: almost none

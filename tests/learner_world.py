@@ -61,7 +61,7 @@ def settings(base: Path, scratch: Path, **changes: object) -> Settings:
         "poll_s": 0.01,
         **changes,
     }
-    return Settings(**values)  # type: ignore[arg-type]
+    return Settings(**values)
 
 
 def make_sample(
@@ -175,23 +175,28 @@ class World:
         self.store.start_run(run_id, policy, {}, start_version=start_version)
         self.made = made  # rollouts
 
-    def add_group(self, attempts: Sequence[Attempt]) -> list[str]:
+    def add_group(
+        self, attempts: Sequence[Attempt], scenario_id: str | None = None, key_id: str = "k"
+    ) -> list[str]:
         """Ids of the rollouts, scored and in a closed group."""
         group_id = f"g_{self.run_id}_{self.store.group_count(self.run_id):06d}"
-        members = [self._add(attempt, group_id, len(attempts)) for attempt in attempts]
+        members = [self._add(attempt, group_id, len(attempts), scenario_id, key_id) for attempt in attempts]
         self.store.close_group(group_id, members, {})
         return members
 
-    def _add(self, attempt: Attempt, group_id: str, size: int) -> str:
+    def _add(
+        self, attempt: Attempt, group_id: str, size: int, scenario_id: str | None, key_id: str
+    ) -> str:
         self.made += 1
         rollout_id = f"r_{self.made:06d}"
         self.store.open_rollout(
             Rollout(
                 id=rollout_id,
-                key_id="k",
+                key_id=key_id,
                 mode="train",
                 run_id=self.run_id,
                 group_id=group_id,
+                scenario_id=scenario_id,
                 policy=self.policy,
                 policy_version=attempt.version,
             ),

@@ -580,7 +580,17 @@ def test_closing_a_group_drops_the_others_with_their_reason(store):
         store.open_rollout(rollout(run_id=RUN, group_id="g_1"))
 
 
-def test_a_group_of_one_is_dropped(store):
+def test_a_group_that_was_declared_with_one_closes_with_it(store):
+    one = rollout(run_id=RUN, group_id="g_1")
+    store.open_rollout(one, group_size=1)
+    store.seal_rollout(one.id, "completed")
+    store.settle(one.id, [])
+    store.save_score(one.id, 1.0, {}, "script")
+    store.close_group("g_1", [one.id], {})
+    assert (store.group("g_1").state, store.rollout(one.id).state) == ("closed", "grouped")
+
+
+def test_the_last_of_a_group_of_several_is_dropped(store):
     one = played(store, "g_1", 1.0)
     store.close_group("g_1", [one], {})
     assert store.group("g_1").state == "dropped"

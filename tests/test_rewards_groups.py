@@ -28,6 +28,11 @@ def test_closes_when_all_declared_members_are_scored() -> None:
     assert decide(group(2), [scored("a"), scored("b")], EARLY, SETTINGS) == Close(["a", "b"], {})
 
 
+def test_a_group_of_one_closes_with_its_member() -> None:
+    assert decide(group(1), [scored("a")], EARLY, SETTINGS) == Close(["a"], {})
+    assert decide(group(1), [member("a", "sealed")], LATE, SETTINGS) == Wait()
+
+
 @pytest.mark.parametrize("state", ["open", "sealed", "ingested"])
 def test_waits_for_a_member_that_still_runs(state: str) -> None:
     assert decide(group(3), [scored("a"), scored("b"), member("c", state)], EARLY, SETTINGS) == Wait()

@@ -54,6 +54,17 @@ def test_declared_groups_as_they_were_and_others_by_scenario() -> None:
     assert signal.std_mean == pytest.approx((0.5 + 0.0 + 0.1875**0.5 + 0.0) / 4)
 
 
+def test_groups_of_one_are_compared_with_those_before() -> None:
+    rows = [
+        *(row(n, reward) for n, reward in enumerate([1.0, 1.0, 0.0, 1.0])),  # means before: -, 1, 1, 2/3
+        row(10, 1.0, scenario_id="t"),
+        row(11, None, scenario_id="t"),
+    ]
+    signal = report(rows, weights={}, group_size=1).signal
+    assert (signal.groups, signal.with_signal, signal.group_size) == (5, 2, 1)
+    assert signal.std_mean == pytest.approx(0.1875**0.5)
+
+
 def test_scenarios_by_spread() -> None:
     rows = [
         row(n, reward, scenario_id=name) for n, (name, reward) in enumerate([("a", 1), ("b", 0), ("b", 1)])

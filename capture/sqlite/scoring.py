@@ -144,7 +144,8 @@ class Scoring(Passive):
 
     def close_group(self, group_id: str, members: Sequence[str], drops: Mapping[str, str]) -> None:
         with self._write():
-            if self.group(group_id).state != "open":
+            group = self.group(group_id)
+            if group.state != "open":
                 return
             rows = self._rows("SELECT id, state FROM rollouts WHERE group_id = ?", (group_id,))
             states: dict[str, str] = dict(rows)
@@ -152,7 +153,7 @@ class Scoring(Passive):
                 raise Conflict(f"group {group_id}: {unscored} are not scored members")
             for rollout_id in states.keys() - set(members):
                 self._drop([rollout_id], drops.get(rollout_id, "not_in_group"))
-            if len(members) < 2:
+            if len(members) < group.members_min:
                 self._drop_group(group_id, "group_too_small")
                 return
             self._db.executemany(

@@ -1,6 +1,6 @@
 """Runs and batches: starting, committing exactly once, ending."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import msgspec
@@ -9,7 +9,7 @@ from capture.errors import Conflict, NotFound
 from capture.sqlite.drops import OWNED
 from capture.sqlite.rollouts import from_json
 from capture.sqlite.takes import LINEAGE_COLUMNS, Takes
-from capture.types import Commit, Lineage, StepRow, Version
+from capture.types import Commit, Lineage, RewardMean, StepRow, Version
 
 
 class Training(Takes):
@@ -220,6 +220,16 @@ class Training(Takes):
             )
             for group in self._rows("SELECT id FROM groups WHERE batch_id = ?", (batch_id,)):
                 self._drop_group(group[0], reason)
+
+    def reward_means(
+        self, run_id: str, asked: Collection[tuple[str, str | None]]
+    ) -> dict[tuple[str, str | None], RewardMean]:
+        sql = (
+            "SELECT count(*), avg(reward) FROM rollouts "
+            "WHERE run_id = ? AND key_id = ? AND scenario_id IS ? AND state = 'trained'"
+        )
+        found = {one: self._row(sql, (run_id, *one)) for one in asked}
+        return {one: RewardMean(*row) for one, row in found.items() if row is not None and row[0]}
 
     # -- history -----------------------------------------------------------------------------
 

@@ -57,6 +57,12 @@ def _no_advantage(facts: Facts) -> Verdict:
     if len(set(rewards)) > 1:
         sentence = f"in {_batch(facts)} its reward{reward} was its group's mean, so its advantage was 0"
         return Verdict(kind="zero_advantage", sentence=f"Not trained: {sentence}.")
+    if len(rewards) == 1:
+        sentence = (
+            f"it is a group of one, and in {_batch(facts)} its reward{reward} was the first of its scenario "
+            "or the mean of those before, so its advantage was 0; later attempts are compared with it"
+        )
+        return Verdict(kind="zero_advantage", sentence=f"Not trained: {sentence}.")
     sentence = (
         f"in {_batch(facts)} all {len(rewards)} rewards of its group were{reward}, so there was nothing to "
         "prefer and the advantage was 0; scenarios that sometimes succeed help, or a larger group "

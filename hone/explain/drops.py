@@ -18,7 +18,6 @@ from hone.explain.words import (
     shortened,
     version_of,
 )
-from rewards.groups import MEMBERS_MIN
 
 _RETRIES = "train.infrastructure_retries"
 
@@ -150,7 +149,7 @@ def _group_too_small(facts: Facts) -> Verdict:
     return Verdict(
         kind="group_too_small",
         sentence=f"Not trained: only {scored} of the {count(declared, 'member')} of its group {have}"
-        f"{others}, and it takes {MEMBERS_MIN} to compare.",
+        f"{others}, and it takes {group.members_min if group else 2} to compare.",
         setting="train.group_size",
     )
 

@@ -4,7 +4,6 @@ from capture.reasons import JUDGE
 from hone.explain.batched import nothing_to_train
 from hone.explain.facts import Facts, count_tokens
 from hone.explain.words import Verdict, named, sentence_of
-from rewards.groups import MEMBERS_MIN
 
 SETTING = "passive.train"
 _OPEN_IT = "open a rollout with `POST /rollouts` in mode `train` and give its agent that base_url"
@@ -53,7 +52,7 @@ def lonely(facts: Facts) -> Verdict:
         kind="group_too_small",
         sentence=f"Not trained: nobody attempted its scenario {facts.rollout.scenario_id} again under the "
         f"same key and with a reward in time ({named(facts, 'rewards.group_deadline_s')}), and it takes "
-        f"{MEMBERS_MIN} to compare.",
+        "2 to compare.",
         setting="rewards.group_deadline_s",
     )
 

@@ -5,7 +5,6 @@ from collections import Counter
 from hone.explain.drops import ungrouped
 from hone.explain.facts import Facts, alive_members
 from hone.explain.words import Verdict, ago, are, count, duration, named, no_control, no_learner, number
-from rewards.groups import MEMBERS_MIN
 
 
 def opened(facts: Facts) -> Verdict:
@@ -67,19 +66,19 @@ def scored(facts: Facts) -> Verdict:
     overdue = deadline is not None and facts.now - group.created_at >= deadline
     late = f"past its deadline ({named(facts, 'rewards.group_deadline_s')})"
     have = sum(member.state == "scored" for member in facts.history.members)
-    if overdue and have >= MEMBERS_MIN:
+    if overdue and have >= group.members_min:
         return _group_open(facts, f"is {late} and closes next, on the {have} members that are scored")
     if not group.size:
         then = f" {number(deadline)} s after it was opened" if deadline else " in time"
         return _group_open(facts, f"has no declared size and closes{then} (rewards.group_deadline_s)")
     missing = _missing(facts, group.size)
     if not missing:
-        return _group_open(facts, f"has all its {group.size} members and closes next")
+        return _group_open(facts, f"has all its {count(group.size, 'member')} and closes next")
     total = sum(missing.values())
     parts = ", ".join(f"{amount} {what}" for what, amount in missing.items())
     limit = f"at most until its deadline ({named(facts, 'rewards.group_deadline_s')})"
     if overdue:
-        limit = f"{late} only until {MEMBERS_MIN} are scored"
+        limit = f"{late} only until {group.members_min} {are(group.members_min)} scored"
     more = "more rollout" if total == 1 else "more rollouts"
     return _group_open(
         facts, f"waits for {total} {more} of {group.size} ({parts}), {limit}", kind="group_waits"
