@@ -202,6 +202,8 @@ class Dispatch:
         """Set what capture and training need in a request to the policy."""
         rollout = call.head.rollout
         call.version = fleet.version_for(rollout)
+        if rollout.mode == "train":
+            call.version = call.head.pin(call.version)
         call.alias = call.asked.model
         self._cap(call)
         if rollout.mode == "train":

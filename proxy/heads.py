@@ -8,6 +8,8 @@ import asyncio
 import time
 from collections import OrderedDict
 
+import msgspec
+
 from capture.types import Rollout
 from proxy.storage import Storage
 
@@ -34,6 +36,14 @@ class Head:
     def is_full(self) -> bool:
         """Every call that `max_calls` allows has begun."""
         return self.rollout.max_calls is not None and self.calls >= self.rollout.max_calls
+
+    def pin(self, version: int) -> int:
+        """The version that serves this training rollout from its first call on: this one, if it is the
+        first."""
+        if self.rollout.policy_version is None:
+            self.rollout = msgspec.structs.replace(self.rollout, policy_version=version)
+        assert self.rollout.policy_version is not None
+        return self.rollout.policy_version
 
     def begin(self) -> None:
         """A call of this rollout enters."""
@@ -99,6 +109,8 @@ class Heads:
             head = self._heads[rollout.id] = Head(rollout, is_new=False, read_at=read_at)
             self._evict()
         else:
+            if head.rollout.policy_version is not None and rollout.policy_version is None:
+                rollout = msgspec.structs.replace(rollout, policy_version=head.rollout.policy_version)
             head.rollout, head.read_at, head.is_new = rollout, read_at, False
             head.calls = max(head.calls, rollout.call_count + head.in_flight)
         return head

@@ -96,7 +96,8 @@ class RolloutsApi:
         self._redactor = redactor
 
     async def open(self, request: Request) -> web.Response:
-        """`POST /rollouts`: 201 with id, base_url, api_key and the version it is pinned to."""
+        """`POST /rollouts`: 201 with id, base_url, api_key and the version it is pinned to; null for a
+        training rollout that named none, which its first call pins."""
         caller = await self._attributor.caller(request.headers)
         caller.need("train")
         wanted = await _body(request, Open)

@@ -34,7 +34,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     run_id: str | None = None
     group_id: str | None = None
     group_size: int | None = None
-    policy_version: int | None = None  # None: the active one at opening
+    policy_version: int | None = None  # None: the active one, at opening (evaluation) or at the first call
 
 
 class Attempt(msgspec.Struct, frozen=True):

@@ -52,7 +52,9 @@ class World:
     # -- agents ------------------------------------------------------------------------------
 
     def open(self, id: str, group: str | None = "g_1", *, size: int = 2, **fields: Any) -> str:
-        """A train rollout of the run, in a group of two unless that is said."""
+        """A train rollout of the run on the active version, in a group of two unless that is said."""
+        active = self.store.active_version(POLICY)
+        fields = {"policy_version": None if active is None else active.version, **fields}
         opened = rollout(id=id, run_id=RUN, group_id=group, **fields)
         return self.store.open_rollout(opened, group_size=size).id
 

@@ -181,17 +181,33 @@ def test_a_rollout_reads_back_as_it_was_opened(store):
         created_at=5.0,
     )
     opened = store.open_rollout(given, group_size=8)
-    assert opened == msgspec.structs.replace(given, policy=POLICY, policy_version=0)
+    assert opened == msgspec.structs.replace(given, policy=POLICY)
     assert store.rollout(given.id) == opened
     assert (store.group("g_1").size, store.group("g_1").state) == (8, "open")
     with pytest.raises(Conflict):
         store.open_rollout(given)
 
 
+@pytest.mark.parametrize(("mode", "at_opening", "at_the_end"), [("train", None, 0), ("eval", 0, 0)])
+def test_who_never_calls_has_the_version_that_is_active_at_its_end(store, mode, at_opening, at_the_end):
+    opened = store.open_rollout(rollout(mode=mode))
+    assert opened.policy_version == at_opening
+    assert store.seal_rollout(opened.id, "agent_error").policy_version == at_the_end
+
+
+def test_a_training_rollout_has_the_version_of_its_first_call(store):
+    opened = store.open_rollout(rollout())
+    for version in (7, 8):
+        commit(store, raw_call(opened.id, mode="train", policy_version=version))
+    assert store.seal_rollout(opened.id, "completed").policy_version == 7
+    assert store.open_rollout(rollout(policy_version=3)).policy_version == 3  # who asks for one has it
+    assert store.open_rollout(rollout(mode="observe")).policy_version is None
+
+
 def test_a_training_rollout_of_an_application_joins_the_live_run_if_it_has_a_group(store):
     assert store.open_rollout(rollout(group_id="g_1")).run_id == RUN
     assert store.open_rollout(rollout()).run_id is None
-    assert store.open_rollout(rollout(mode="observe")).policy_version is None
+    assert store.open_rollout(rollout(mode="observe")).run_id is None
     store.end_run(RUN, "finished")
     assert store.open_rollout(rollout(group_id="g_2")).run_id is None
 

@@ -124,6 +124,34 @@ async def test_an_evaluation_samples_as_it_asks_on_the_active_version(tmp_path: 
             )
 
 
+async def test_a_training_rollout_is_served_what_is_active_at_its_first_call(tmp_path: Path) -> None:
+    async with versions(tmp_path) as (hone, engine):
+        opened = await hone.opened(mode="train")
+        assert opened["policy_version"] is None
+        named = await hone.opened(mode="train", policy_version=1)
+        fleet = hone.proxy.fleet
+        assert fleet is not None
+        hone.store._db.execute("UPDATE policies SET active = 0")
+        await until(lambda: fleet.view.active == 0)
+        assert (await asked(hone, engine, f"/rollouts/{opened['id']}{CHAT}"))[1] == "0"
+        assert (await asked(hone, engine, f"/rollouts/{named['id']}{CHAT}"))[1] == "1"
+        hone.store._db.execute("UPDATE policies SET active = 1")
+        await until(lambda: fleet.view.active == 1)
+        assert (await asked(hone, engine, f"/rollouts/{opened['id']}{CHAT}"))[1] == "0"
+        assert [hone.store.rollout(one["id"]).policy_version for one in (opened, named)] == [0, 1]
+
+
+async def test_a_first_call_under_way_keeps_its_version_though_the_store_knows_nothing_of_it(
+    tmp_path: Path,
+) -> None:
+    async with versions(tmp_path) as (hone, _):
+        opened = await hone.opened(mode="train")
+        head = await hone.proxy.heads.get(opened["id"])
+        assert head.pin(1) == 1
+        assert hone.proxy.heads.update(hone.store.rollout(opened["id"])) is head
+        assert head.pin(0) == 1
+
+
 async def test_a_training_rollout_samples_purely_on_the_version_it_began_with(tmp_path: Path) -> None:
     async with versions(tmp_path) as (hone, engine):
         opened = await hone.opened(mode="train")

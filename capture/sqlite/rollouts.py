@@ -50,14 +50,19 @@ class Rollouts(Drops):
             return self.rollout(rollout.id)
 
     def _pinned(self, rollout: Rollout) -> Rollout:
-        """With its policy, active version and (a train rollout in a group) live run filled in."""
+        """With its policy filled in, and for an evaluation the active version, for a train rollout in a group
+        the live run. A train rollout gets its version with its first call: what waits grows no older."""
         policy = rollout.policy or self._only_policy()
         version, run_id = rollout.policy_version, rollout.run_id
-        if version is None and rollout.mode != "observe":
-            version = self._value("SELECT active FROM policies WHERE policy = ?", (policy,))
+        if version is None and rollout.mode == "eval":
+            version = self._active(policy)
         if run_id is None and rollout.mode == "train" and rollout.group_id is not None:
             run_id = self._live_run(policy)
         return msgspec.structs.replace(rollout, policy=policy, policy_version=version, run_id=run_id)
+
+    def _active(self, policy: str | None) -> int | None:
+        found = self._value("SELECT active FROM policies WHERE policy = ?", (policy,))
+        return None if found is None else int(found)
 
     def _live_run(self, policy: str | None) -> str | None:
         """The newest run of the policy that has not ended."""
@@ -177,11 +182,12 @@ class Rollouts(Drops):
                 return rollout
             state = "sealed" if rollout.state == "open" else rollout.state  # dropped stays dropped
             self._db.execute(
-                "UPDATE rollouts SET state = ?, status = ?, sealed_at = ?, metrics = ?, stdout = ? "
-                "WHERE id = ?",
+                "UPDATE rollouts SET state = ?, status = ?, policy_version = coalesce(policy_version, ?), "
+                "sealed_at = ?, metrics = ?, stdout = ? WHERE id = ?",
                 (
                     state,
                     status,
+                    self._active(rollout.policy) if rollout.mode == "train" else None,  # it made no call
                     self.now(),
                     to_json({**rollout.metrics, **(metrics or {})}),
                     stdout,
