@@ -175,9 +175,9 @@ def test_engines_given_by_url_are_not_started() -> None:
 
 
 def test_a_demonstration_leaves_time_for_its_last_evaluation() -> None:
-    assert training_s(spent_s=100, evaluation_s=50, wall_s=None) == pytest.approx(875 - 100 - 55)
+    assert training_s(spent_s=100, evaluation_s=50, wall_s=None) == pytest.approx(870 - 100 - 75)
     assert training_s(spent_s=100, evaluation_s=50, wall_s=300) == 300
-    assert training_s(spent_s=880, evaluation_s=500, wall_s=None) == 87.5
+    assert training_s(spent_s=880, evaluation_s=500, wall_s=None) == 87.0
 
 
 def test_a_demonstration_trains_as_many_steps_as_fit(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """Write the scenario files: `train.jsonl`, `eval_random.jsonl`, `eval_optimal.jsonl`.
 
-    python scenarios.py [--train 1024] [--random 400] [--optimal 200] [--band 0.1 0.8]
+    python scenarios.py [--train 1024] [--random 400] [--optimal 200] [--band 0.1 0.9]
 
 One scenario per line: `seed` decides the opponent's replies, `p` is its share of random moves.
 Every seed occurs once over all files.
@@ -15,7 +15,7 @@ from typing import TypedDict
 HERE = Path(__file__).parent
 GOLDEN = 0.6180339887498949
 Band = tuple[float, float]  # least and largest share of random moves
-BANDS: list[Band] = [(0.1, 0.8)]  # strong opponents teach to block, weak ones to win
+BANDS: list[Band] = [(0.1, 0.9)]  # strong opponents teach to block, weak ones to win
 
 
 class Tags(TypedDict):
