@@ -34,8 +34,8 @@ RUN_ID = "demo"
 OPPONENTS = ("random", "optimal")
 OURS = ("adapters", "checkpoints", "logs")  # directories that a demonstration makes
 LIMIT_S = 870.0  # a quarter of an hour, less what stopping and drawing take
-EVALUATION_MARGIN = 1.5  # how much longer the last evaluation may take: who plays better plays longer
-TRAINING_PACE = 0.8  # games a second while training, relative to evaluation: agents wait for the learner
+EVALUATION_MARGIN = 1.3  # how much longer the last evaluation may take: who plays better plays longer
+TRAINING_PACE = 0.92  # games a second while training, relative to evaluation: agents wait for the learner
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):

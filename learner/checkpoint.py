@@ -105,8 +105,8 @@ def restore_optimizer(
         state = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
         if state:
             # AdamW keeps its step count on the CPU, everything else beside the parameter.
-            moved = {key: v.clone() if key == "step" else v.to(tensor.device) for key, v in state.items()}
-            optimizer.state[tensor] = moved
+            held = {key: value.to(tensor.device, copy=True) for key, value in state.items()}
+            optimizer.state[tensor] = held | {"step": state["step"].cpu().clone()}
 
 
 def sweep(directory: Path, lineage: str, head: Path | None, head_step: int) -> list[Path]:

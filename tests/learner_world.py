@@ -184,9 +184,7 @@ class World:
         self.store.close_group(group_id, members, {})
         return members
 
-    def _add(
-        self, attempt: Attempt, group_id: str, size: int, scenario_id: str | None, key_id: str
-    ) -> str:
+    def _add(self, attempt: Attempt, group_id: str, size: int, scenario_id: str | None, key_id: str) -> str:
         self.made += 1
         rollout_id = f"r_{self.made:06d}"
         self.store.open_rollout(

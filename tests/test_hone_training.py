@@ -175,7 +175,7 @@ def test_engines_given_by_url_are_not_started() -> None:
 
 
 def test_a_demonstration_leaves_time_for_its_last_evaluation() -> None:
-    assert training_s(spent_s=100, evaluation_s=50, wall_s=None) == pytest.approx(870 - 100 - 75)
+    assert training_s(spent_s=100, evaluation_s=50, wall_s=None) == pytest.approx(870 - 100 - 65)
     assert training_s(spent_s=100, evaluation_s=50, wall_s=300) == 300
     assert training_s(spent_s=880, evaluation_s=500, wall_s=None) == 87.0
 
@@ -185,6 +185,6 @@ def test_a_demonstration_trains_as_many_steps_as_fit(tmp_path: Path) -> None:
     more = {"steps_max": 100, "lr_warmup_steps": 5}
     raw = {"policy": {"base_model": "m"}, "rewards": {"script": "r.py"}, "train": {**train, **more}}
     config = resolve(raw, {}, tmp_path / "hone.toml", "cpu")
-    assert steps_in(232.0, 10.0, config) == 56  # 14 batches of 128 games at 8 games a second
+    assert steps_in(232.0, 10.0, config) == 64  # 16 batches of 128 games at 9.2 games a second
     assert steps_in(5120.0, 10.0, config) == 100
     assert steps_in(1.0, 10.0, config) == 6

@@ -209,6 +209,25 @@ def test_a_full_disk_only_delays(base: Path, tmp_path: Path, point: str) -> None
     assert len(left) == 4
 
 
+def test_what_was_undone_can_be_undone_again(base: Path, tmp_path: Path) -> None:
+    """The steps after an undo move nothing that the next undo goes back to."""
+    model = Model(settings(base, tmp_path))
+    optimizer = torch.optim.AdamW(model.parameters.values())
+
+    def step() -> None:
+        for parameter in model.parameters.values():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+
+    step()
+    held = checkpoint.optimizer_tensors(optimizer, model.parameters)
+    before = {name: tensor.clone() for name, tensor in held.items()}
+    for _ in range(2):
+        checkpoint.restore_optimizer(optimizer, model.parameters, held)
+        step()
+        assert same(held, before)
+
+
 def test_sigterm_in_the_middle_of_a_step_abandons_it(base: Path, tmp_path: Path) -> None:
     """The process that `hone learn` is: told to stop, it ends by itself, and the batch is as it was."""
     world = wide_world(tmp_path / "db")
