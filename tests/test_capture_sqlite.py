@@ -783,8 +783,9 @@ def test_publishing_is_idempotent_and_never_changes(store):
 
 
 def test_pins_are_counted_and_expire(store):
-    train, evaluation = (store.open_rollout(rollout(mode=mode)).id for mode in ("train", "eval"))
-    sealed = store.open_rollout(rollout()).id
+    evaluation = store.open_rollout(rollout(mode="eval")).id
+    train, sealed = (store.open_rollout(rollout(policy_version=0)).id for _ in range(2))
+    store.open_rollout(rollout())  # has not called yet
     store.seal_rollout(sealed, "completed")
     assert store.pinned_versions(POLICY) == {0: 2}
     assert store.expire_pins(POLICY, 0) == 1

@@ -251,7 +251,7 @@ def test_training_scenarios_are_stratified() -> None:
     for start in range(0, len(train), 32):
         batch = train[start : start + 32]
         assert sum(scenario["x_starts"] for scenario in batch) == 16
-        assert sum(scenario["p"] for scenario in batch) / 32 == pytest.approx(0.45, abs=0.05)
+        assert sum(scenario["p"] for scenario in batch) / 32 == pytest.approx(0.5, abs=0.05)
         assert all(0.1 <= scenario["p"] <= 0.9 for scenario in batch)
 
 
