@@ -164,7 +164,7 @@ def test_reading_verbs_read_the_store(tmp_path: Path) -> None:
     assert hone("rollouts", "ls", "-c", TICTACTOE, **where).stdout.startswith("r_1  train   open")
     shown = hone("rollouts", "show", "r_1", "-c", TICTACTOE, **where).stdout.splitlines()
     assert shown[0].startswith("Not yet: it is still open, with no call so far;")
-    assert shown[1].startswith("r_1: train, open, v0")
+    assert shown[1].startswith("r_1: train, open, no version yet")
     versions = json.loads(hone("adapters", "ls", "--json", "-c", TICTACTOE, **where).stdout)["versions"]
     assert [(one["version"], one["state"]) for one in versions] == [(0, "active")]
 

@@ -195,6 +195,7 @@ async def test_users_get_the_promoted_version_within_two_seconds_and_no_call_fai
             mode: await it.on.opened(mode=mode, max_calls=1000) for mode in ("train", "eval", "observe")
         }
         paths = {mode: f"/rollouts/{one['id']}{CHAT}" for mode, one in opened.items()}
+        assert await it.served(paths["train"]) == 1  # pinned by its first call
         await it.train(2)
         seen: list[tuple[float, int]] = []
 

@@ -77,7 +77,8 @@ def explained(explanation: Explanation) -> Iterator[Text]:
 def head(explanation: Explanation) -> Iterator[Text]:
     """What the rollout is, in a few lines."""
     e = explanation
-    versions = ", ".join(f"v{version}" for version in e.versions) or "no version"
+    none = "no version yet" if e.state == "open" else "no version"
+    versions = ", ".join(f"v{version}" for version in e.versions) or none
     words = [
         e.mode,
         *(["for training"] if e.passive else []),
