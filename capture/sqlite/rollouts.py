@@ -187,7 +187,7 @@ class Rollouts(Drops):
                 (
                     state,
                     status,
-                    self._active(rollout.policy) if rollout.mode == "train" else None,  # it made no call
+                    self._active(rollout.policy) if rollout.mode == "train" else None,  # no call asked the policy
                     self.now(),
                     to_json({**rollout.metrics, **(metrics or {})}),
                     stdout,
