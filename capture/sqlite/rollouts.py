@@ -181,13 +181,16 @@ class Rollouts(Drops):
                     raise Conflict(f"rollout {rollout_id} was sealed as {rollout.status}")
                 return rollout
             state = "sealed" if rollout.state == "open" else rollout.state  # dropped stays dropped
+            unasked = (
+                self._active(rollout.policy) if rollout.mode == "train" else None
+            )  # if no call pinned it
             self._db.execute(
                 "UPDATE rollouts SET state = ?, status = ?, policy_version = coalesce(policy_version, ?), "
                 "sealed_at = ?, metrics = ?, stdout = ? WHERE id = ?",
                 (
                     state,
                     status,
-                    self._active(rollout.policy) if rollout.mode == "train" else None,  # no call asked the policy
+                    unasked,
                     self.now(),
                     to_json({**rollout.metrics, **(metrics or {})}),
                     stdout,
